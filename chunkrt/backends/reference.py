@@ -6,6 +6,7 @@ better. It is slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.function_executable import FunctionExecutable, Operator, constants
-from chunkrt.backends.recurrences import linear_attention, missing_kind
+from chunkrt.backends.recurrences import linear_attention, missing_kind, selective_scan
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
@@ -121,10 +122,29 @@ def _tanh(x: Float32) -> Float32:
 
 @operators.register("gelu", REFERENCE)
 def _gelu(x: Float32, *, approximate: str = "none") -> Float32:
+    if approximate == "none":
+        exact: Float32 = (x * 0.5 * (1 + _erf(x / np.sqrt(2.0)))).astype(np.float32)
+        return exact
     if approximate != "tanh":
-        raise PartitionError(f"reference supports Gelu with the tanh approximation only, not {approximate!r}")
+        raise PartitionError(f"Gelu has the approximations 'none' and 'tanh', not {approximate!r}")
     inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
     result: Float32 = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return result
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+@operators.register("quick_gelu", REFERENCE)
+def _quick_gelu(x: Float32) -> Float32:
+    return x * _sigmoid(np.float32(1.702) * x)
+
+
+@operators.register("xielu", REFERENCE)
+def _xielu(x: Float32, parameters: Float32) -> Float32:
+    wide, (a_p, a_n, b, e) = x.astype(np.float64), parameters.astype(np.float64)
+    curved = np.where(wide > 0, a_p * wide**2, a_n * (np.expm1(np.minimum(wide, e)) - wide))
+    result: Float32 = (curved + b * wide).astype(np.float32)
     return result
 
 
@@ -151,6 +171,7 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
 
 
 operators.register("linear_attention", REFERENCE, refuses=missing_kind)(linear_attention)
+operators.register("selective_scan", REFERENCE)(selective_scan)
 
 
 @operators.register("concat", REFERENCE)
@@ -194,6 +215,23 @@ def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)
     normalised: Float32 = ((x / np.sqrt(mean_square + epsilon)) * weight).astype(np.float32)
     return normalised
+
+
+@operators.register("layer_norm", REFERENCE)
+def _layer_normalization(x: Float32, weight: Float32, bias: Float32, *, axis: int, epsilon: float) -> Float32:
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=axis, keepdims=True)
+    scale = np.sqrt(np.square(centred).mean(axis=axis, keepdims=True) + epsilon)
+    normalised: Float32 = (centred / scale * weight + bias).astype(np.float32)
+    return normalised
+
+
+@operators.register("add_positions", REFERENCE)
+def _add_positions(hidden: Float32, table: Float32, position: NDArray[np.int64]) -> Float32:
+    first, last = int(position[0]), int(position[0]) + len(hidden)
+    if first < 0 or last > len(table):
+        raise IndexError(f"the positions {first} to {last - 1} are not inside the {len(table)} of the table")
+    return hidden + table[first:last]
 
 
 @operators.register("float_linear", REFERENCE)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.checkpoint import WEIGHT_FILES, map_file
+from chunkrt.checkpoints.older_layouts import is_transposed, with_later_keys
 from chunkrt.checkpoints.source import INT4, BlockTensor, QuantisedWeight, StoredTensor, TensorInfo
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
@@ -85,6 +86,7 @@ class SafetensorsSource:
             self.config, self.architecture = text, text["model_type"]
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
+        self.config = with_later_keys(self.config)
         self._quantised: dict[str, QuantisedWeight] = {}
         if any(self.config.get(key) for key in _SETTINGS):
             self._find_quantised()
@@ -99,7 +101,8 @@ class SafetensorsSource:
             return TensorInfo(shape=weight.shape, stored_as=weight.stored_as)
         tensor = self._find(name)
         is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
-        return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
+        shape = tensor.shape[::-1] if is_transposed(self.architecture, name) else tensor.shape
+        return TensorInfo(shape=shape, stored_as=tensor.dtype, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Return one tensor as float32; a read-only view of the file if it is stored as float32.
@@ -110,7 +113,8 @@ class SafetensorsSource:
         """
         if (weight := self._quantised.get(name)) is not None:
             return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
-        return tensor_values(name, self._find(name))
+        values = tensor_values(name, self._find(name))
+        return np.ascontiguousarray(values.T) if is_transposed(self.architecture, name) else values
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """See `TensorSource`. Only quantised weights have blocks."""

@@ -165,6 +165,37 @@ def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     return value
 
 
+def _layer_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    require(inputs[1] == inputs[2], f"its weight {list(inputs[1])} and bias {list(inputs[2])} differ")
+    return _norm(attributes, inputs)
+
+
+def _positions(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    hidden, table, position = inputs
+    require(_matrix(table)[1] == _matrix(hidden)[1], f"its table {list(table)} does not match {list(hidden)}")
+    require(position == (1,), f"its position is {list(position)}, expected [1]")
+    return hidden
+
+
+def _xielu(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    require(inputs[1] == (4,), f"its parameters are {list(inputs[1])}, expected [4]")
+    return _matrix(inputs[0])
+
+
+def _selective_scan(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    x, step, bc, rates, skip, state = inputs
+    rows, channels = _matrix(x)
+    state_dim = _matrix(rates)[0]
+    require(step == x and skip == (channels,), f"its step {list(step)} and skip {list(skip)} do not match {list(x)}")
+    require(rates == state == (state_dim, channels), f"its rates {list(rates)} and state {list(state)} do not match")
+    require(bc == (rows, 2 * int(state_dim)), f"its b and c {list(bc)} do not match {state_dim} states")
+    return x
+
+
+def _selective_scan_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
+    return 7 * _size(inputs[3])
+
+
 def _concat(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     shapes = [_matrix(shape) for shape in inputs]
     rows, axis = {shape[0] for shape in shapes}, attributes.get("axis", -1)
@@ -380,6 +411,14 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         weights=(0,),
     ),
     ("", "Gelu"): Operator(num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=("approximate",)),
+    ("", "LayerNormalization"): Operator(
+        name="layer_norm",
+        num_inputs=3,
+        output=_layer_norm,
+        weights=(1, 2),
+        attributes={"axis": int, "epsilon": float},
+        defaulted=("axis",),
+    ),
     ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, weights=(1,), flops=_product_flops),
     ("", "RMSNormalization"): Operator(
         name="rms_norm",
@@ -391,6 +430,9 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ),
     ("", "Split"): Operator(
         num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
+    ),
+    ("chunkrt", "AddPositions"): Operator(
+        is_dynamic=True, num_inputs=3, output=_positions, weights=(1,), indices=(2,)
     ),
     ("chunkrt", "AllGather"): Operator(
         is_dynamic=True, num_inputs=2, output=_gathered, indices=(1,), attributes={"columns": str}
@@ -412,6 +454,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         is_dynamic=True, num_inputs=3, output=_low_rank, indices=(2,), attributes={"weight": str}
     ),
     ("chunkrt", "PickColumns"): Operator(is_dynamic=True, num_inputs=1, output=_picked, attributes={"columns": str}),
+    ("chunkrt", "QuickGelu"): Operator(is_dynamic=True, num_inputs=1, output=_same),
     ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=9),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,
@@ -427,7 +470,11 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         },
         defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu", *EXPERT_GROUPS),
     ),
+    ("chunkrt", "SelectiveScan"): Operator(
+        is_dynamic=True, num_inputs=6, output=_selective_scan, weights=(3, 4), flops=_selective_scan_flops
+    ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product, weights=(1,)),
+    ("chunkrt", "XIELU"): Operator(name="xielu", is_dynamic=True, num_inputs=2, output=_xielu, weights=(1,)),
 }
 
 

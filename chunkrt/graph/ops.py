@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from chunkrt.errors import ChunkrtError, ModelError
 from chunkrt.graph.linear_attention import find_variant
 from chunkrt.graph.operators import OPERATOR_NAMES, check_node, find_operator, require
-from chunkrt.graph.plan import ALL_GATHER_OP, ALL_REDUCE_OP, DOMAIN, SHARED_GATHER_OP, Attribute, Device
+from chunkrt.graph.plan import (
+    ALL_GATHER_OP,
+    ALL_REDUCE_OP,
+    DOMAIN,
+    POSITIONS_OP,
+    SHARED_GATHER_OP,
+    Attribute,
+    Device,
+)
 
 OPSET = 23
 """Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -302,6 +310,21 @@ def rms_normalization(value: ir.Value, weight: ir.Value, *, epsilon: float, name
     return _one("RMSNormalization", [value, weight], shape_of(value), name, attributes=attributes)
 
 
+def layer_normalization(
+    value: ir.Value, weight: ir.Value, bias: ir.Value, *, epsilon: float, name: str = "norm"
+) -> ir.Value:
+    """Return (value - mean) * rsqrt(variance + epsilon) * weight + bias over the last axis; Ba et al., 2016."""
+    attributes = {"axis": -1, "epsilon": epsilon}
+    return _one("LayerNormalization", [value, weight, bias], shape_of(value), name, attributes=attributes)
+
+
+def add_positions(hidden: ir.Value, table: ir.Value, *, name: str = "positions") -> ir.Value:
+    """Return hidden [T, H] plus the rows of table [P, H] from the position of row 0 on. The context is at most P."""
+    trace = current_trace()
+    trace.set_context(int(shape_of(table)[0]), None)
+    return _one(POSITIONS_OP, [hidden, table, trace.position()], shape_of(hidden), name, domain="chunkrt")
+
+
 def gather_rows(table: ir.Value, indices: ir.Value, *, name: str = "gather") -> ir.Value:
     """Return the rows of table [V, H] at indices [T] (or [R])."""
     shape = (*shape_of(indices), *shape_of(table)[1:])
@@ -331,6 +354,27 @@ def silu(value: ir.Value, *, name: str = "silu") -> ir.Value:
 def gelu_tanh(value: ir.Value, *, name: str = "gelu") -> ir.Value:
     """Return 0.5 value (1 + tanh(sqrt(2 / pi) (value + 0.044715 value^3))); Hendrycks and Gimpel, 2016, section 2."""
     return _one("Gelu", [value], shape_of(value), name, attributes={"approximate": "tanh"})
+
+
+def gelu(value: ir.Value, *, name: str = "gelu") -> ir.Value:
+    """Return 0.5 value (1 + erf(value / sqrt(2))); Hendrycks and Gimpel, 2016, section 2."""
+    return _one("Gelu", [value], shape_of(value), name, attributes={"approximate": "none"})
+
+
+def quick_gelu(value: ir.Value, *, name: str = "quick_gelu") -> ir.Value:
+    """Return value * sigmoid(1.702 value); Hendrycks and Gimpel, 2016, section 2."""
+    return _one("QuickGelu", [value], shape_of(value), name, domain="chunkrt")
+
+
+def xielu(value: ir.Value, parameters: ir.Value, *, name: str = "xielu") -> ir.Value:
+    """Return a_p value^2 + b value for positive values, and a_n (expm1(min(value, e)) - value) + b value for others.
+
+    Source: Huang, Deriving Activation Functions Using Integration (2024), section 3.2; Hugging Face's `XIELUActivation`.
+
+    Args:
+        parameters: [4]: a_p, a_n, b, e.
+    """
+    return _one("XIELU", [value, parameters], shape_of(value), name, domain="chunkrt")
 
 
 def head_norm(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = "head_norm") -> ir.Value:
@@ -500,6 +544,26 @@ def linear_attention(
     for old, new in zip(states, updated, strict=True):
         trace.update_state(old, new)
     return output
+
+
+def selective_scan(
+    x: ir.Value, step: ir.Value, bc: ir.Value, rates: ir.Value, skip: ir.Value, *, name: str = "scan"
+) -> ir.Value:
+    """Compute Mamba's recurrence: s <- exp(step rates) s + b step x for each channel and state; y = c s + skip x.
+
+    Source: Gu and Dao, Mamba (2023), section 3.2.
+
+    Args:
+        x, step: [T, C].
+        bc: [T, 2 N], columns b | c.
+        rates: [N, C].
+        skip: [C].
+
+    Returns:
+        [T, C]. The state [N, C] belongs to the module that is being traced.
+    """
+    states = {"recurrent_state": tuple(int(size) for size in shape_of(rates))}
+    return apply("chunkrt", "SelectiveScan", [x, step, bc, rates, skip], states=states, name=name)
 
 
 def apply(

@@ -242,11 +242,16 @@ void bind_program(py::module_& module) {
       .def("columns", columns, "input"_a, "begin"_a, "width"_a)
       .def("concat", concat, "inputs"_a)
       .def("rms_norm", rms_norm, "input"_a, "weight"_a, "epsilon"_a)
+      .def("layer_norm", layer_norm, "input"_a, "weight"_a, "bias"_a, "epsilon"_a)
+      .def("add_positions", add_positions, "input"_a, "table"_a, "position"_a)
       .def("head_norm", head_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("add", add, "left"_a, "right"_a)
       .def("mul", mul, "left"_a, "right"_a)
       .def("sigmoid", sigmoid, "input"_a)
       .def("gelu", gelu, "input"_a)
+      .def("erf_gelu", erf_gelu, "input"_a)
+      .def("quick_gelu", quick_gelu, "input"_a)
+      .def("xielu", xielu, "input"_a, "parameters"_a)
       .def("relu", relu, "input"_a)
       .def("softplus", softplus, "input"_a)
       .def("tanh", tanh, "input"_a)
@@ -273,6 +278,8 @@ void bind_program(py::module_& module) {
            "soft_cap"_a = 0.0f, "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false,
            "qkv_bias"_a = py::none(), "sinks"_a = py::none(), "appends"_a = true)
       .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
+      .def("silu_conv", silu_conv, "x"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
+      .def("selective_scan", selective_scan, "x"_a, "step"_a, "bc"_a, "rates"_a, "skip"_a, "state"_a)
       .def("gated_delta_rule", add_delta_rule, "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a,
            "conv_state"_a, "recurrent_state"_a, py::kw_only(), "num_k_heads"_a, "num_v_heads"_a,
            "head_k_dim"_a, "head_v_dim"_a, "use_qk_l2norm"_a)

@@ -153,6 +153,26 @@ def test_load_ignores_layers_that_predict_more_tokens_with_one_line(tmp_path, na
     assert caplog.messages == [f"m: one token at a time is predicted; {ignored}"]
 
 
+@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("gpt2", ""), ("gpt_bigcode", "transformer.")])
+def test_load_takes_names_and_masks_of_published_gpts(tmp_path, name, prefix):
+    """The first checkpoints contain causal masks, and the later ones a copy of the tied LM head."""
+
+    def rename(tensor):
+        return prefix + tensor.removeprefix("transformer.")
+
+    masks = {"attn.bias": np.tril(np.ones((1, 1, 128, 128), np.float32)), "attn.masked_bias": np.float32([-1e4])}
+    more = {f"{prefix}h.{layer}.{mask}": values for layer in range(3) for mask, values in masks.items()}
+    expect_logits(write(tmp_path / "m", name, rename, more), name)
+
+
+@pytest.mark.parametrize("prefix", ["model.decoder.", "decoder."])
+def test_load_takes_both_prefixes_of_published_opts(tmp_path, prefix):
+    def rename(tensor):
+        return prefix + tensor.removeprefix("model.decoder.")
+
+    expect_logits(write(tmp_path / "m", "opt", rename), "opt")
+
+
 def write_predicting_gguf(path, name, nextn):
     """Write a GGUF fixture with one more layer, as llama.cpp's converter writes Qwen's multi-token prediction."""
     reader = gguf.GGUFReader(checkpoint(name))

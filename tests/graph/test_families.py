@@ -37,7 +37,12 @@ def attention_nodes(plan):
     ("name", "changes", "message"),
     [
         ("gemma3_scaled", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
-        ("gemma3_scaled", {"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
+        ("gemma3_scaled", {"hidden_activation": "mish"}, "hidden_act 'mish' is not supported"),
+        ("gemma4_experts", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        ("gpt_bigcode", {"multi_query": False}, "multi_query = False is not supported"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False is not supported"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True is not supported"),
         ("gemma3_scaled", {"rope_parameters": {"rope_theta": 5.0}}, "expected a section for .*'full_attention'"),
         ("gemma3_scaled", {"layer_types": ["chunked_attention"] * 6}, "a layer is 'chunked_attention'"),
         ("phi3_window_5", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without 'short_factor'"),

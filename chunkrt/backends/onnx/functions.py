@@ -457,6 +457,69 @@ GatherShare <first, all_rows> (table, indices) => (output)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
+AddPositions (hidden, table, position) => (output)
+{
+    zero = Constant <value_ints = [0]> ()
+    count = Shape <start = 0, end = 1> (hidden)
+    end = Add (position, count)
+    rows = Slice (table, position, end, zero)
+    output = Add (hidden, rows)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+QuickGelu (x) => (output)
+{
+    alpha = Constant <value_float = 1.702> ()
+    angle = Mul (x, alpha)
+    gate = Sigmoid (angle)
+    output = Mul (x, gate)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+XIELU (x, parameters) => (output)
+{
+    # Elu with alpha = 1 is expm1 for negative values
+    positive_factor, negative_factor, linear_factor, limit = Split <axis = 0, num_outputs = 4> (parameters)
+    zero = Constant <value_float = 0.0> ()
+    linear = Mul (x, linear_factor)
+    square = Mul (x, x)
+    positive = Mul (square, positive_factor)
+    bounded = Min (x, limit)
+    decayed = Elu (bounded)
+    bent = Sub (decayed, x)
+    negative = Mul (bent, negative_factor)
+    is_positive = Greater (x, zero)
+    curved = Where (is_positive, positive, negative)
+    output = Add (curved, linear)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SelectiveScan (x, step, bc, rates, skip, state) => (output, new_state)
+{
+    b, c = Split <axis = 1, num_outputs = 2> (bc)
+    stepped = Mul (step, x)
+    new_state, reads = Scan <num_scan_inputs = 4, body = row
+        (float[n, d] s, float[d] dt, float[d] u, float[n] b_t, float[n] c_t) => (float[n, d] new_s, float[d] y)
+    {
+        first = Constant <value_ints = [0]> ()
+        second = Constant <value_ints = [1]> ()
+        dt_row = Unsqueeze (dt, first)
+        angle = Mul (dt_row, rates)
+        decay = Exp (angle)
+        decayed = Mul (s, decay)
+        u_row = Unsqueeze (u, first)
+        b_column = Unsqueeze (b_t, second)
+        written = Mul (b_column, u_row)
+        new_s = Add (decayed, written)
+        c_row = Unsqueeze (c_t, first)
+        read = MatMul (c_row, new_s)
+        y = Squeeze (read, first)
+    }> (state, step, stepped, b, c)
+    skipped = Mul (x, skip)
+    output = Add (reads, skipped)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
 HeadNorm <epsilon> (x, weight) => (output)
 {
     # the first n heads of a row, each normalised and multiplied by its own row of weight [n, D]

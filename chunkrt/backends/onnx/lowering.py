@@ -22,6 +22,7 @@ STANDARD = (
     "gather_rows",
     "gelu",
     "gelu_mul",
+    "layer_norm",
     "linear",
     "logits",
     "matmul",
@@ -35,13 +36,17 @@ STANDARD = (
     "tanh",
 )
 FUNCTIONS = (
+    "add_positions",
     "cached_attention",
     "gather_share",
     "float_linear",
     "head_norm",
     "linear_attention",
+    "quick_gelu",
     "routed_experts",
+    "selective_scan",
     "shadow_linear",
+    "xielu",
 )
 
 

@@ -18,6 +18,7 @@ from chunkrt.graph.decoders import (
     gemma,
     gemma4,
     glm,
+    gpt2,
     gpt_oss,
     granite,
     latent,
@@ -74,6 +75,8 @@ FAMILIES = {
     "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
     "glm4_moe": Family(build=moe.glm4_moe, defaults=moe.GLM_DEFAULTS),
     "glm4_moe_lite": Family(build=latent.glm4_moe_lite, defaults=latent.GLM_DEFAULTS),
+    "gpt2": Family(build=gpt2.gpt2, defaults=gpt2.DEFAULTS),
+    "gpt_bigcode": Family(build=gpt2.gpt_bigcode, defaults=gpt2.BIGCODE_DEFAULTS),
     "gpt_oss": Family(build=gpt_oss.gpt_oss, defaults=gpt_oss.DEFAULTS),
     "granite": Family(build=granite.granite),
     "granitemoe": Family(build=granite.granite_moe, defaults=granite.MOE_DEFAULTS),
@@ -92,6 +95,7 @@ FAMILIES = {
     "olmo2": Family(build=olmo.olmo2, defaults=olmo.DEFAULTS),
     "olmo3": Family(build=olmo.olmo3, defaults=olmo.OLMO3_DEFAULTS),
     "olmoe": Family(build=moe.olmoe, defaults=moe.OLMOE_DEFAULTS),
+    "opt": Family(build=gpt2.opt, defaults=gpt2.OPT_DEFAULTS),
     "phi3": Family(build=phi3.phi3, defaults=phi3.DEFAULTS),
     "qwen2": Family(build=qwen.qwen2, defaults=qwen.DEFAULTS),
     "qwen2_moe": Family(build=moe.qwen2_moe, defaults=moe.QWEN2_DEFAULTS),
@@ -110,13 +114,20 @@ LAYER_TENSORS = re.compile(r"^(model\.)?layers\.(\d+)\.")
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
 """Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
 
-BODY_PREFIXES = ("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model.", "")
-"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, "" that of Transformers' `AutoModel`,
-and the others are those of composite models."""
+BODY_PREFIXES = ("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model.")
+BODY_PREFIXES += ("model.decoder.", "decoder.", "")
+"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, the last two before "" are those of OPT,
+"" is that of Transformers' `AutoModel`, and the others are those of composite models."""
+GPT_PREFIXES = ("transformer.", "")
+GPT_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "h": "layers", "ln_f": "norm"}
+"""Prefixes and names of the body's parts in GPT-2 and GPT-BigCode."""
 INNER_HEAD = "language_model.lm_head."
 
-UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")
-"""Tensors that may be ignored: buffers of old exports that the config determines, and the copy of a tied LM head."""
+UNUSED_TENSORS = re.compile(
+    r"rotary_emb\.inv_freq|^(transformer\.)?h\.\d+\.attn\.(masked_)?bias$|^(language_model\.)?lm_head\.weight$"
+)
+"""Tensors that may be ignored: buffers of old exports that the config determines (GPT-2's are causal masks), and the
+copy of a tied LM head."""
 
 
 def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
@@ -266,13 +277,23 @@ def stored_names(source: TensorSource) -> dict[str, str]:
     stored = {name: name for name in names}
     prefix = next((p for p in BODY_PREFIXES if any(name.startswith(f"{p}layers.0.") for name in names)), None)
     if prefix is None:
-        return stored
+        return stored | _names_of_gpt(names)
     for name in names:
         if name.startswith(INNER_HEAD):
             stored.setdefault(f"lm_head.{name.removeprefix(INNER_HEAD)}", name)
         elif name.startswith(prefix):
             stored.setdefault(f"model.{name.removeprefix(prefix)}", name)
     return stored
+
+
+def _names_of_gpt(names: Iterable[str]) -> dict[str, str]:
+    """Map names in a causal text decoder to those of GPT-2's checkpoints."""
+    names = list(names)
+    prefix = next((p for p in GPT_PREFIXES if any(name.startswith(f"{p}h.0.") for name in names)), None)
+    if prefix is None:
+        return {}
+    parts = ((name, name.removeprefix(prefix).partition(".")) for name in names if name.startswith(prefix))
+    return {f"model.{GPT_NAMES[part]}.{rest}": name for name, (part, _, rest) in parts if part in GPT_NAMES}
 
 
 def _is_body_alone(source: TensorSource) -> bool:

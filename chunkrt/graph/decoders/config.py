@@ -28,6 +28,9 @@ STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.we
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }
 """Activations by Hugging Face's names. The variants of the tanh approximation differ only in how they are computed
@@ -39,7 +42,7 @@ class DecoderConfig:
     """Fields common to most families: sizes in elements, counts, and switches; names as in the glossary.
 
     Attributes:
-        activation: "silu" or "gelu_tanh".
+        activation: one of the values of ACTIVATIONS.
         sliding_window: number of keys that a row of a layer with a window sees; 0 if no layer has a window, or if the
             window covers the context.
         norm_offset: offset that norms add to their weights; 1 in families that multiply by 1 + w, unless the checkpoint

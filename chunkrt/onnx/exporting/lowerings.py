@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from chunkrt.graph.operators import EXPERT_GROUPS
 from chunkrt.graph.plan import DOMAIN, Node
-from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
+from chunkrt.onnx.exporting.emitter import BOOL, FLOAT, Emitter
 from chunkrt.onnx.exporting.integer_weights import emit_linear, emit_rows
 
 Lowering = Callable[[Emitter, Node], None]
@@ -54,18 +54,58 @@ def _softplus(e: Emitter, node: Node) -> None:
 
 
 def _gelu(e: Emitter, node: Node) -> None:
-    _gelu_of(e, e.read(node.inputs[0]), node.outputs[0], str(node.attributes["approximate"]))
+    _gelu_of(e, e.read(node.inputs[0]), node.outputs[0], str(node.attributes.get("approximate", "none")))
 
 
 def _gelu_of(e: Emitter, x: ir.Value, out: str, approximate: str) -> ir.Value:
     if e.opset >= 20:
         return e.op("Gelu", x, name=out, approximate=approximate)
     wide = e.cast(x, FLOAT)
+    if approximate == "none":
+        erf = e.op("Erf", e.op("Mul", wide, e.number(sqrt(0.5)), name=f"{out}/argument"), name=f"{out}/erf")
+        half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
+        return finish(e, "Mul", half, e.op("Add", erf, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
     cube = e.op("Mul", e.op("Mul", wide, wide, name=f"{out}/square"), wide, name=f"{out}/cube")
     bent = e.op("Add", wide, e.op("Mul", cube, e.number(0.044715), name=f"{out}/bend"), name=f"{out}/bent")
     tanh = e.op("Tanh", e.op("Mul", bent, e.number(sqrt(2 / pi)), name=f"{out}/angle"), name=f"{out}/tanh")
     half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
     return finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
+
+
+def _quick_gelu(e: Emitter, node: Node) -> None:
+    (out,), x = node.outputs, e.read(node.inputs[0], FLOAT)
+    angle = e.op("Mul", x, e.number(1.702), name=f"{out}/angle")
+    gate = e.op("Sigmoid", angle, name=f"{out}/gate")
+    e.alias(out, e.cast(e.op("Mul", x, gate, name=f"{out}/float"), e.dtype))
+
+
+def _xielu(e: Emitter, node: Node) -> None:
+    """Compute xIELU in float32; Elu is expm1 for negative values."""
+    (out,), x = node.outputs, e.read(node.inputs[0], FLOAT)
+    parameters = e.read(node.inputs[1], FLOAT)
+    positive, negative, linear, limit = (
+        e.cut(parameters, i, i + 1, axis=0, name=f"{out}/parameter.{i}") for i in range(4)
+    )
+    bent = e.op("Elu", e.op("Min", x, limit, name=f"{out}/bounded"), name=f"{out}/decayed")
+    below = e.op("Mul", e.op("Sub", bent, x, name=f"{out}/bent"), negative, name=f"{out}/below")
+    above = e.op("Mul", e.op("Mul", x, x, name=f"{out}/square"), positive, name=f"{out}/above")
+    is_above = e.op("Greater", x, e.number(0.0), name=f"{out}/is_above", dtype=BOOL)
+    curved = e.op("Where", is_above, above, below, name=f"{out}/curved", dtype=FLOAT)
+    total = e.op("Add", curved, e.op("Mul", x, linear, name=f"{out}/linear"), name=f"{out}/float")
+    e.alias(out, e.cast(total, e.dtype))
+
+
+def _layer_norm(e: Emitter, node: Node) -> None:
+    (out,), epsilon = node.outputs, cast(float, node.attributes["epsilon"])
+    x, dtype = e.read(node.inputs[0], FLOAT), e.read(node.inputs[0]).dtype
+    weight, bias = (e.read(name, FLOAT) for name in node.inputs[1:])
+    if e.opset >= 17:
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon}
+        finish(e, "LayerNormalization", x, weight, bias, dtype=dtype, name=out, **attributes)
+        return
+    centred = e.op("Sub", x, e.reduce_mean(x, name=f"{out}/value_mean"), name=f"{out}/centred")
+    weighted = e.op("Mul", _normed(e, centred, epsilon, out), weight, name=f"{out}/weighted")
+    finish(e, "Add", weighted, bias, dtype=dtype, name=out)
 
 
 def _concat(e: Emitter, node: Node) -> None:
@@ -216,6 +256,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Concat"): _concat,
     ("", "Gather"): _embedding,
     ("", "Gelu"): _gelu,
+    ("", "LayerNormalization"): _layer_norm,
     ("", "MatMul"): _matmul,
     ("", "Mul"): _elementwise,
     ("", "RMSNormalization"): _rms_norm,
@@ -226,6 +267,8 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Tanh"): _elementwise,
     (DOMAIN, "FloatLinear"): _float_linear,
     (DOMAIN, "HeadNorm"): _head_norm,
+    (DOMAIN, "QuickGelu"): _quick_gelu,
     (DOMAIN, "RoutedExperts"): _routed_experts,
+    (DOMAIN, "XIELU"): _xielu,
 }
 """Lowerings by domain and operator."""
