@@ -498,6 +498,23 @@ def falcon_h1_config(keys: Keys, config: Config) -> Config:
     }
 
 
+def mamba_config(keys: Keys, config: Config) -> Config:
+    """Return Mamba's keys."""
+    inner, hidden = keys.count("ssm.inner_size"), config["hidden_size"]
+    if inner % hidden:
+        raise ModelError(f"{keys.prefix}ssm.inner_size is {inner}, expected a multiple of {hidden}")
+    return {
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "state_size": keys.count("ssm.state_size"),
+        "conv_kernel": keys.count("ssm.conv_kernel"),
+        "time_step_rank": keys.count("ssm.time_step_rank"),
+        "expand": inner // hidden,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in keys.shapes,
+        "use_bias": "blk.0.ssm_in.bias" in keys.shapes,
+        "head_dim": 2,
+    }
+
+
 def mamba2_config(keys: Keys, config: Config) -> Config:
     """Return Mamba-2's keys."""
     sizes = _mamba_config(keys, config)

@@ -484,6 +484,21 @@ ARCHITECTURES = {
         config=gguf_keys.granite_hybrid_config,
         is_hybrid=True,
     ),
+    "mamba": Architecture(
+        model_type="mamba",
+        model=_BACKBONE,
+        layer={
+            "attn_norm": "norm",
+            **_mamba("mixer"),
+            "ssm_x": "mixer.x_proj",
+            "ssm_dt": "mixer.dt_proj",
+            "ssm_dt.bias": "mixer.dt_proj.bias",
+        },
+        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": Layout(values=_logarithm)},
+        refused=SCALINGS | WINDOWS | {"ssm.dt_b_c_rms"},
+        config=gguf_keys.mamba_config,
+        has_attention=False,
+    ),
     "mamba2": Architecture(
         model_type="mamba2",
         model=_BACKBONE,

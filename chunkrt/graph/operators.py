@@ -474,7 +474,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         is_dynamic=True, num_inputs=6, output=_selective_scan, weights=(3, 4), flops=_selective_scan_flops
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product, weights=(1,)),
-    ("chunkrt", "XIELU"): Operator(name="xielu", is_dynamic=True, num_inputs=2, output=_xielu, weights=(1,)),
+    ("chunkrt", "Xielu"): Operator(is_dynamic=True, num_inputs=2, output=_xielu, weights=(1,)),
 }
 
 

@@ -374,7 +374,7 @@ def xielu(value: ir.Value, parameters: ir.Value, *, name: str = "xielu") -> ir.V
     Args:
         parameters: [4]: a_p, a_n, b, e.
     """
-    return _one("XIELU", [value, parameters], shape_of(value), name, domain="chunkrt")
+    return _one("Xielu", [value, parameters], shape_of(value), name, domain="chunkrt")
 
 
 def head_norm(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = "head_norm") -> ir.Value:

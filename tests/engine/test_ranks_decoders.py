@@ -46,8 +46,10 @@ FOUR_FAMILIES = ("llama_biased", "qwen2", "gemma3_window_5", "phi3_window_5")
 WITH_OTHER_MIXERS = {
     "bamba",
     "falcon_h1",
+    "falcon_mamba",
     "lfm2",
     "lfm3",
+    "mamba",
     "mamba2",
     "nemotron_h",
     "olmo2",

@@ -107,6 +107,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         enable_bias=False,
         activation_function="gelu",
     ),
+    "apertus": _family("apertus", "ApertusForCausalLM"),
+    "apertus_gelu": _family("apertus", "ApertusForCausalLM", hidden_act="gelu", attention_bias=True, rope_scaling=None),
+    "mamba": _without_attention("mamba", "MambaForCausalLM", num_hidden_layers=3, state_size=7),
+    "mamba_biased": _without_attention(
+        "mamba",
+        "MambaForCausalLM",
+        state_size=16,
+        time_step_rank=5,
+        expand=1,
+        conv_kernel=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=False,
+    ),
+    "falcon_mamba": _without_attention("falcon_mamba", "FalconMambaForCausalLM", state_size=5, mixer_rms_eps=1e-5),
     "smollm3": _family("smollm3", "SmolLM3ForCausalLM", num_hidden_layers=4),
     "smollm3_window": _family(
         "smollm3",
@@ -656,7 +671,7 @@ GGUF_OF = {
 } | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("gpt_oss", "qwen2_moe_plain", "qwen3_5_moe")}
-MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
+MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba", "mamba2", "nemotron_h")}
 MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
 GGUF_OF |= MAMBA_GGUF
 GEMMA4_GGUF = {f"{name}_gguf": name for name in ("gemma4", "gemma4_experts")}
@@ -773,6 +788,8 @@ def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Gener
             return drawn * np.float32(0.2) + np.float32(shape[0] ** -0.5)
         has_offset = family in ("gemma", "gemma2") or (family.startswith("qwen3_5") and "linear_attn" not in name)
         return drawn * np.float32(0.2) + np.float32(not has_offset)
+    if name.endswith((".act_fn.beta", ".act_fn.eps")):
+        return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)
     if name.endswith("bias") and ("expert_bias" in name or "e_score" in name):

@@ -476,7 +476,7 @@ QuickGelu (x) => (output)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-XIELU (x, parameters) => (output)
+Xielu (x, parameters) => (output)
 {
     # Elu with alpha = 1 is expm1 for negative values
     positive_factor, negative_factor, linear_factor, limit = Split <axis = 0, num_outputs = 4> (parameters)

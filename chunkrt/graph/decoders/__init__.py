@@ -13,6 +13,7 @@ from typing import Any
 from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import (
+    apertus,
     exaone4,
     falcon_h1,
     gemma,
@@ -33,6 +34,7 @@ from chunkrt.graph.decoders import (
     phi3,
     qwen,
     qwen3_next,
+    selective,
     smollm3,
 )
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
@@ -59,6 +61,7 @@ class Family:
 
 
 FAMILIES = {
+    "apertus": Family(build=apertus.apertus, defaults=apertus.DEFAULTS),
     "bamba": Family(build=mamba.bamba, defaults=mamba.BAMBA_DEFAULTS),
     "deepseek_v2": Family(build=latent.deepseek_v2, defaults=latent.V2_DEFAULTS),
     "deepseek_v3": Family(build=latent.deepseek_v3, defaults=latent.V3_DEFAULTS),
@@ -66,6 +69,7 @@ FAMILIES = {
     "ernie4_5_moe": Family(build=moe.ernie4_5_moe, defaults=moe.ERNIE_DEFAULTS),
     "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
     "falcon_h1": Family(build=falcon_h1.falcon_h1, defaults=falcon_h1.DEFAULTS),
+    "falcon_mamba": Family(build=selective.falcon_mamba, defaults=selective.DEFAULTS),
     "gemma": Family(build=gemma.gemma, defaults=gemma.DEFAULTS),
     "gemma2": Family(build=gemma.gemma2, defaults=gemma.GEMMA2_DEFAULTS),
     "gemma3_text": Family(build=gemma.gemma3, defaults=gemma.GEMMA3_DEFAULTS),
@@ -87,6 +91,7 @@ FAMILIES = {
     "lfm2_moe": Family(build=lfm2.lfm2_moe, defaults=lfm2.MOE_DEFAULTS),
     "lfm3": Family(build=lfm3.lfm3, defaults=lfm3.DEFAULTS),
     "llama": Family(build=llama.llama),
+    "mamba": Family(build=selective.mamba, defaults=selective.DEFAULTS),
     "mamba2": Family(build=mamba.mamba2, defaults=mamba.DEFAULTS),
     "minicpm": Family(build=minicpm.minicpm, defaults=minicpm.DEFAULTS),
     "minicpm3": Family(build=latent.minicpm3, defaults=latent.MINICPM3_DEFAULTS),

@@ -31,6 +31,7 @@ ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "xielu": "xielu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }
 """Activations by Hugging Face's names. The variants of the tanh approximation differ only in how they are computed

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Embedding, HeadNorm, LearnedPositions, Module, Parameter, RMSNorm
@@ -126,7 +127,13 @@ class FeedForward(Module):
 
 
 def activate(gate: ir.Value, activation: str) -> ir.Value:
-    """Return the activation of a gate; see `DecoderConfig.activation`."""
+    """Return the activation of a gate; see `DecoderConfig.activation`.
+
+    Raises:
+        UnsupportedModelError: the activation has parameters, which only the family Apertus reads.
+    """
+    if activation == "xielu":
+        raise UnsupportedModelError("the activation xielu is not supported in this family", feature="hidden_act")
     functions = {"gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "quick_gelu": ops.quick_gelu, "relu": ops.relu}
     return functions.get(activation, ops.silu)(gate)
 

@@ -269,6 +269,6 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     (DOMAIN, "HeadNorm"): _head_norm,
     (DOMAIN, "QuickGelu"): _quick_gelu,
     (DOMAIN, "RoutedExperts"): _routed_experts,
-    (DOMAIN, "XIELU"): _xielu,
+    (DOMAIN, "Xielu"): _xielu,
 }
 """Lowerings by domain and operator."""
