@@ -173,6 +173,25 @@ def test_load_takes_both_prefixes_of_published_opts(tmp_path, prefix):
     expect_logits(write(tmp_path / "m", "opt", rename), "opt")
 
 
+def test_dual_chunk_attention_ends_the_context_with_one_line(tmp_path, caplog):
+    """The config is that of Qwen2.5-1M, with smaller numbers."""
+    sizes = {"chunk_size": 112, "local_size": 16, "original_max_position_embeddings": 96}
+
+    def config(known):
+        return known | {"max_position_embeddings": 4096, "dual_chunk_attention_config": sizes}
+
+    folder = write(tmp_path / "m", "qwen2", config=config)
+    with chunkrt.load(folder, npu="reference", scheme="float", cache_dtype="float32") as engine:
+        assert engine.context_length == 96
+        found = engine.session().prefill(input_ids("qwen2"), logits="all").logits
+    np.testing.assert_allclose(found, expected_logits("qwen2"), rtol=0, atol=1e-4)
+    ends = "dual chunk attention is not supported, and changes nothing up to 96 tokens; the context ends there"
+    assert caplog.messages == [f"m: {ends}"]
+    sizes["chunk_size"] = "many"
+    with pytest.raises(ModelError, match="dual_chunk_attention_config: chunk_size is 'many', expected a positive"):
+        chunkrt.load(write(tmp_path / "n", "qwen2", config=config), npu="reference", scheme="float")
+
+
 def write_predicting_gguf(path, name, nextn):
     """Write a GGUF fixture with one more layer, as llama.cpp's converter writes Qwen's multi-token prediction."""
     reader = gguf.GGUFReader(checkpoint(name))

@@ -37,7 +37,7 @@ from chunkrt.graph.decoders import (
     selective,
     smollm3,
 )
-from chunkrt.graph.decoders.config import DecoderConfig, read_config
+from chunkrt.graph.decoders.config import DUAL_CHUNKS, DecoderConfig, read_config
 from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
@@ -146,7 +146,7 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
         ModelError: a tensor is missing, has a shape that differs from the config's, or is not read.
         ConfigError: the ranks cannot share a linear evenly.
     """
-    decoder, _ = make_decoder(source, ranks)
+    decoder, config = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder.parameters(), source)
     with naming_plugin(source.architecture):
         if missing:
@@ -163,6 +163,12 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             )
         for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
             checked.check(source)
+    if config.raw.get(DUAL_CHUNKS) is not None and config.context_length < config.count("max_position_embeddings"):
+        log.warning(
+            "%s: dual chunk attention is not supported, and changes nothing up to %d tokens; the context ends there",
+            source.path.name,
+            config.context_length,
+        )
     if left_out := prediction_tensors(source):
         layer = LAYER_TENSORS.match(left_out[0])
         log.warning(LEFT_OUT, source.path.name, len(left_out), f"{layer[0]}* and later" if layer else "mtp.*")

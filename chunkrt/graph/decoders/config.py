@@ -25,6 +25,11 @@ EPSILONS = ("norm_eps", "layer_norm_epsilon")
 """Keys of the norms' epsilon in families whose defaults contain them."""
 STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.weight")
 """Endings of the names of tensors with the gates and ups of all experts of a layer."""
+DUAL_CHUNKS = "dual_chunk_attention_config"
+"""Key of dual chunk attention, which limits the distances of RoPE in long contexts (An et al., Training-Free
+Long-Context Scaling of Large Language Models, 2024). It changes nothing up to the length of a chunk, where the context
+ends here; Transformers ignores the key."""
+_DUAL_LIMITS = ("chunk_size", "original_max_position_embeddings")
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -303,7 +308,13 @@ def _context_length(config: Mapping[str, Any], where: str) -> int:
     length = config.get(key)
     if type(length) is int and length > LONGEST_CONTEXT:
         raise ModelError(f"{where}: the config claims a context of {length} tokens; expected at most {LONGEST_CONTEXT}")
-    return _count(config, where, key, most=LONGEST_CONTEXT)
+    length = _count(config, where, key, most=LONGEST_CONTEXT)
+    if (dual := config.get(DUAL_CHUNKS)) is None:
+        return length
+    if not isinstance(dual, Mapping):
+        raise ModelError(f"{where}: {DUAL_CHUNKS} is {dual!r}, expected a table of numbers")
+    limits = [_count(dual, f"{where}, {DUAL_CHUNKS}", each, most=LONGEST_CONTEXT) for each in _DUAL_LIMITS]
+    return min(length, *limits)
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:

@@ -99,15 +99,18 @@ class MambaMixer(Module):
         if self.norm_of_steps is not None and self.norm_of_bc is not None:
             steps = ops.rms_normalization(steps, self.norm_of_steps(), epsilon=self._epsilon, name="normed_steps")
             bc = ops.head_norm(bc, self.norm_of_bc(), epsilon=self._epsilon, name="normed_bc")
-        read = self.scan(x, ops.softplus(self.dt_proj(steps), name="steps"), bc)
+        read = self.scan(x, self.dt_proj(steps), bc)
         return self.out_proj(ops.mul(read, ops.silu(gate), name="gated"))
 
 
 class SelectiveScan(Module):
-    """The recurrence over a rank's channels. Its tensors are siblings of the module. It runs on the CPU."""
+    """The steps' softplus and the recurrence, over a rank's channels. The tensors are siblings of the module. It runs
+    on the CPU unless placed.
+    """
 
     def __init__(self, share: Share, state_dim: int) -> None:
         super().__init__()
+        self.device = "cpu"
         self._share, self._state_dim = share, state_dim
 
     def declare(self) -> None:
@@ -126,7 +129,8 @@ class SelectiveScan(Module):
         )
 
     def forward(self, x: ir.Value, step: ir.Value, bc: ir.Value) -> ir.Value:
-        return ops.selective_scan(x, step, bc, self.rates.value(), self.skip.value(), name="output")
+        positive = ops.softplus(step, name="steps")
+        return ops.selective_scan(x, positive, bc, self.rates.value(), self.skip.value(), name="output")
 
 
 class SelectedRowsLinear(RowParallelLinear):
