@@ -19,16 +19,18 @@ _KEYS = {
     "gpt_bigcode": _GPT,
     "opt": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
 }
+FAMILIES = _KEYS.keys()
+"""The model types of these families."""
 _CONV1D = re.compile(r"(^|\.)(c_attn|c_fc|c_proj)\.weight$")
 
 
 def with_later_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config in which the family's own keys also have the names of later families."""
-    keys = _KEYS.get(config["model_type"], {})
+    keys = _KEYS[config["model_type"]]
     found = {later: config[key] for key, later in keys.items() if config.get(key) is not None}
     if keys is _GPT and type(width := config.get("n_embd")) is int:
         found = {"intermediate_size": 4 * width, **found}
-    return {**config, **found} if found else config
+    return {**config, **found}
 
 
 def is_transposed(model_type: str, tensor: str) -> bool:

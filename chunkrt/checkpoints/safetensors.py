@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints import older_layouts
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.checkpoint import WEIGHT_FILES, map_file
-from chunkrt.checkpoints.older_layouts import is_transposed, with_later_keys
 from chunkrt.checkpoints.source import INT4, BlockTensor, QuantisedWeight, StoredTensor, TensorInfo
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
@@ -86,7 +86,9 @@ class SafetensorsSource:
             self.config, self.architecture = text, text["model_type"]
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
-        self.config = with_later_keys(self.config)
+        self._is_older = self.architecture in older_layouts.FAMILIES
+        if self._is_older:
+            self.config = older_layouts.with_later_keys(self.config)
         self._quantised: dict[str, QuantisedWeight] = {}
         if any(self.config.get(key) for key in _SETTINGS):
             self._find_quantised()
@@ -101,7 +103,7 @@ class SafetensorsSource:
             return TensorInfo(shape=weight.shape, stored_as=weight.stored_as)
         tensor = self._find(name)
         is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
-        shape = tensor.shape[::-1] if is_transposed(self.architecture, name) else tensor.shape
+        shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
         return TensorInfo(shape=shape, stored_as=tensor.dtype, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -114,7 +116,7 @@ class SafetensorsSource:
         if (weight := self._quantised.get(name)) is not None:
             return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
         values = tensor_values(name, self._find(name))
-        return np.ascontiguousarray(values.T) if is_transposed(self.architecture, name) else values
+        return np.ascontiguousarray(values.T) if self._is_transposed(name) else values
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """See `TensorSource`. Only quantised weights have blocks."""
@@ -150,6 +152,9 @@ class SafetensorsSource:
             ", ".join(kinds),
             kept,
         )
+
+    def _is_transposed(self, name: str) -> bool:
+        return self._is_older and older_layouts.is_transposed(self.architecture, name)
 
     def _find(self, name: str) -> FileTensor:
         if name not in self._tensors:

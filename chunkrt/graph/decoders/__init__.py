@@ -303,8 +303,13 @@ def _names_of_gpt(names: Iterable[str]) -> dict[str, str]:
     prefix = next((p for p in GPT_PREFIXES if any(name.startswith(f"{p}h.0.") for name in names)), None)
     if prefix is None:
         return {}
-    parts = ((name, name.removeprefix(prefix).partition(".")) for name in names if name.startswith(prefix))
-    return {f"model.{GPT_NAMES[part]}.{rest}": name for name, (part, _, rest) in parts if part in GPT_NAMES}
+    found = {}
+    for name in names:
+        inner = name.removeprefix(prefix)
+        part, _, rest = inner.partition(".")
+        if name.startswith(prefix) and part in GPT_NAMES:
+            found |= {f"model.{GPT_NAMES[part]}.{rest}": name, f"{GPT_PREFIXES[0]}{inner}": name}
+    return found
 
 
 def _is_body_alone(source: TensorSource) -> bool:
