@@ -444,7 +444,7 @@ class LearnedPositions(Module):
         )
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        return ops.add_positions(hidden, self.weight.value(), name="output")
+        return ops.add_positions(hidden, self.weight.value(), name="sum")
 
 
 class HeadNorm(Module):

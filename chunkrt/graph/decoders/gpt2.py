@@ -153,7 +153,8 @@ class OptLayer(Module):
         hidden = ops.add(hidden, attended, name="attention_residual")
         hidden = hidden if first else self.self_attn_layer_norm(hidden)
         widened = self.fc1(self.final_layer_norm(hidden) if first else hidden)
-        hidden = ops.add(hidden, self.fc2(activate(widened, self._activation)), name="output")
+        narrowed = self.fc2(activate(widened, self._activation))
+        hidden = ops.add(hidden, narrowed, name="output" if first else "feed_forward_residual")
         return hidden if first else self.final_layer_norm(hidden)
 
 
