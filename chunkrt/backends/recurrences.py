@@ -109,7 +109,9 @@ def _short_conv(
 
 
 @register("silu_conv")
-def _silu_conv(qkv: Float32, gate: None, beta: None, convolve: Convolve, recurrent_state: None, **sizes: int) -> Float32:
+def _silu_conv(
+    qkv: Float32, gate: None, beta: None, convolve: Convolve, recurrent_state: None, **sizes: int
+) -> Float32:
     """Compute SiLU of the convolution, the first step of Mamba's mixer."""
     mixed = convolve(qkv)
     active: Float32 = (mixed / (1 + np.exp(-mixed.astype(np.float64)))).astype(np.float32)
@@ -188,7 +190,7 @@ def _mamba2(
 
 
 def selective_scan(x: Float32, step: Float32, bc: Float32, rates: Float32, skip: Float32, state: Float32) -> Float32:
-    """Compute Mamba's recurrence as `ops.selective_scan` describes it, row by row; the state [N, C] is updated in place.
+    """Compute Mamba's recurrence as `ops.selective_scan` describes it, row by row; the state is updated in place.
 
     The state is rounded after each row, so that calls may split rows in any way.
     """

@@ -1,4 +1,4 @@
-"""Folders of older families (GPT-2, GPT-BigCode, OPT), whose config keys and linears differ from those of later ones."""
+"""Folders of older families (GPT-2, GPT-BigCode, OPT), whose config keys and linears differ from later ones."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
     if options.context_shift:
         if plan.has_learned_positions:
             raise ConfigError(
-                f"`context_shift` moves cached keys, but {plan.family} adds learned positions to the rows that keys are "
-                "made from; omit it"
+                f"`context_shift` moves cached keys, but {plan.family} adds learned positions to rows, from which keys "
+                "are made; omit it"
             )
         plan = plan.with_raw_keys()
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan

@@ -369,7 +369,8 @@ def quick_gelu(value: ir.Value, *, name: str = "quick_gelu") -> ir.Value:
 def xielu(value: ir.Value, parameters: ir.Value, *, name: str = "xielu") -> ir.Value:
     """Return a_p value^2 + b value for positive values, and a_n (expm1(min(value, e)) - value) + b value for others.
 
-    Source: Huang, Deriving Activation Functions Using Integration (2024), section 3.2; Hugging Face's `XIELUActivation`.
+    Source: Huang, Deriving Activation Functions Using Integration (2024), section 3.2; Hugging Face's
+    `XIELUActivation`.
 
     Args:
         parameters: [4]: a_p, a_n, b, e.

@@ -271,7 +271,7 @@ class Plan:
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether rows of a table are added to the embeddings by position."""
+        """True if rows of a table are added to the embeddings by position."""
         return any(node.op == POSITIONS_OP for subgraph in self.subgraphs for node in subgraph.nodes)
 
     def with_raw_keys(self) -> Plan:

@@ -277,7 +277,7 @@ void test_state_space(StateSpaceFunction* function) {
   }
 }
 
-// A selective scan of 40 rows, in chunks; the reference in double precision is beside it.
+// A selective scan of 40 rows, in chunks, and its result in double precision.
 struct Scan {
   Scan(std::size_t channels, std::size_t state_dim)
       : channels(channels),

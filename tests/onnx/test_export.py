@@ -50,7 +50,7 @@ def test_learned_positions_are_exported_with_keys_after_rope(name, opset):
     decoder, settings = planned(name), {**whole(name, 8), "dtype": "fp32", "opset": opset}
     logits = Window(decoder, **settings, keys="post-rope").run(input_ids(name))
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
-    with pytest.raises(ConfigError, match="has learned positions, .*; use --keys post-rope"):
+    with pytest.raises(ConfigError, match=r"has learned positions, .*; use --keys post-rope"):
         Window(decoder, **settings)
     with pytest.raises(UnsupportedModelError, match="learned positions, which the dynamic form does not support"):
         dynamic_model(decoder, DynamicSettings(context=64))

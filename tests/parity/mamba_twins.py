@@ -35,9 +35,9 @@ def write_gguf(path: Path, known: Any, weights: Weights) -> None:
     writer.add_embedding_length(known.hidden_size)
     writer.add_block_count(num_layers)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    {"mamba": _add_mamba, "mamba2": _add_mamba2, "falcon_h1": _add_falcon_h1, "granitemoehybrid": _add_granite}.get(family, _add_nemotron)(
-        writer, known
-    )
+    {"mamba": _add_mamba, "mamba2": _add_mamba2, "falcon_h1": _add_falcon_h1, "granitemoehybrid": _add_granite}.get(
+        family, _add_nemotron
+    )(writer, known)
     names = gguf.get_tensor_name_map(architecture, num_layers)
     for tensor, stored in _converted(weights, known):
         found = names.get_name(tensor, try_suffixes=(".weight", ".bias")) or tensor

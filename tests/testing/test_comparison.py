@@ -130,7 +130,7 @@ def test_comparison_of_a_right_decoder_finds_no_difference(name: str, chunk_leng
 
 @pytest.mark.parametrize("name", ["opt_norms_behind", "falcon_mamba", "glm4_moe"])
 def test_comparison_takes_positions_constants_and_stacked_experts(name: str) -> None:
-    """The result of OPT's table is a sum here, a norm of Falcon Mamba has no weight, and Transformers stacks experts."""
+    """OPT's table gives a sum here, a norm of Falcon Mamba has no weight, and Transformers stacks experts."""
     assert compared(checkpoint(name), name, chunk_length=5).is_equal
 
 

@@ -180,7 +180,8 @@ def _rms_normalization(lowering: Lowering, node: Node) -> list[int]:
 
 @operators.register("layer_norm", NATIVE)
 def _layer_normalization(lowering: Lowering, node: Node) -> list[int]:
-    return [lowering.builder.layer_norm(*lowering.values(node), _number(node.attributes["epsilon"]))]
+    value, weight, bias = lowering.values(node)
+    return [lowering.builder.layer_norm(value, weight, bias, _number(node.attributes["epsilon"]))]
 
 
 @operators.register("head_norm", NATIVE)

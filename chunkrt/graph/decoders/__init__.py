@@ -119,9 +119,11 @@ LAYER_TENSORS = re.compile(r"^(model\.)?layers\.(\d+)\.")
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
 """Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
 
-BODY_PREFIXES = ("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model.")
-BODY_PREFIXES += ("model.decoder.", "decoder.", "")
-"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, the last two before "" are those of OPT,
+BODY_PREFIXES = (
+    *("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model."),
+    *("model.decoder.", "decoder.", ""),
+)
+"""Prefixes of the body's tensors: "backbone." is that of Mamba and Nemotron-H, the last two before "" are those of OPT,
 "" is that of Transformers' `AutoModel`, and the others are those of composite models."""
 GPT_PREFIXES = ("transformer.", "")
 GPT_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "h": "layers", "ln_f": "norm"}
@@ -303,7 +305,7 @@ def _names_of_gpt(names: Iterable[str]) -> dict[str, str]:
     prefix = next((p for p in GPT_PREFIXES if any(name.startswith(f"{p}h.0.") for name in names)), None)
     if prefix is None:
         return {}
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
         inner = name.removeprefix(prefix)
         part, _, rest = inner.partition(".")

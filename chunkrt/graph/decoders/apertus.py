@@ -42,7 +42,7 @@ def apertus(config: DecoderConfig) -> Module:
 
 
 class XieluFeedForward(Module):
-    """Feed-forward down(activation(up(x))), over a rank's columns of up. The parameters of xIELU belong to the layer."""
+    """Feed-forward down(activation(up(x))), over a rank's columns of up. Each layer has its parameters of xIELU."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -134,8 +134,8 @@ class SelectiveScan(Module):
 
 
 class SelectedRowsLinear(RowParallelLinear):
-    """A row-parallel linear of some rows of the checkpoint's tensor. If the ranks do not sum, every rank computes all of
-    its columns.
+    """A row-parallel linear of some rows of the checkpoint's tensor. If the ranks do not sum, every rank computes all
+    columns.
     """
 
     def __init__(self, in_features: int, outputs: dict[str, int], ranks: Ranks, *, rows: Indices) -> None:
