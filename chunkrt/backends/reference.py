@@ -108,6 +108,11 @@ def _relu(x: Float32) -> Float32:
     return np.maximum(x, np.float32(0))
 
 
+@operators.register("thresholded_relu", REFERENCE)
+def _thresholded_relu(x: Float32, *, alpha: float) -> Float32:
+    return np.where(x <= np.float32(alpha), np.float32(0), x)
+
+
 @operators.register("softplus", REFERENCE)
 def _softplus(x: Float32) -> Float32:
     result: Float32 = np.logaddexp(x, np.float32(0))

@@ -431,6 +431,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Split"): Operator(
         num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
     ),
+    ("", "ThresholdedRelu"): Operator(num_inputs=1, output=_same, is_dynamic=True, attributes={"alpha": float}),
     ("chunkrt", "AddPositions"): Operator(is_dynamic=True, num_inputs=3, output=_positions, weights=(1,), indices=(2,)),
     ("chunkrt", "AllGather"): Operator(
         is_dynamic=True, num_inputs=2, output=_gathered, indices=(1,), attributes={"columns": str}

@@ -341,6 +341,11 @@ def relu(value: ir.Value, *, name: str = "relu") -> ir.Value:
     return _one("Relu", [value], shape_of(value), name)
 
 
+def thresholded_relu(value: ir.Value, threshold: float, *, name: str = "relu") -> ir.Value:
+    """Return the value where it exceeds a threshold, otherwise 0."""
+    return _one("ThresholdedRelu", [value], shape_of(value), name, attributes={"alpha": threshold})
+
+
 def tanh(value: ir.Value, *, name: str = "tanh") -> ir.Value:
     """Return the hyperbolic tangent."""
     return _one("Tanh", [value], shape_of(value), name)

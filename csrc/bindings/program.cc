@@ -249,6 +249,7 @@ void bind_program(py::module_& module) {
       .def("mul", mul, "left"_a, "right"_a)
       .def("sigmoid", sigmoid, "input"_a)
       .def("gelu", gelu, "input"_a)
+      .def("thresholded_relu", thresholded_relu, "input"_a, "threshold"_a)
       .def("erf_gelu", erf_gelu, "input"_a)
       .def("quick_gelu", quick_gelu, "input"_a)
       .def("xielu", xielu, "input"_a, "parameters"_a)

@@ -83,6 +83,7 @@
   KERNEL(quick_gelu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                      \
   KERNEL(xielu_f32_f32, XieluFunction, CHUNKRT_VECTORS)                           \
   KERNEL(relu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
+  KERNEL(thresholded_relu_f32_f32, ThresholdFunction, CHUNKRT_VECTORS)            \
   KERNEL(softplus_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                        \
   KERNEL(tanh_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
   KERNEL(silu_mul_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                   \

@@ -254,6 +254,26 @@ void test_xielu(XieluFunction* function) {
   }
 }
 
+void test_thresholded_relu(ThresholdFunction* function) {
+  const float nan = std::numeric_limits<float>::quiet_NaN(),
+              infinity = std::numeric_limits<float>::infinity();
+  for (const std::size_t count : kCounts) {
+    std::vector<float> input = Random(3).floats(count, 2.0f);
+    const float specials[] = {0.25f, std::nextafter(0.25f, 1.0f), std::nextafter(0.25f, 0.0f), infinity,
+                              -infinity};
+    for (std::size_t i = 0; i < std::min(count, std::size(specials)); ++i) input[i] = specials[i];
+    const GuardedBuffer<float> given(input), found(count);
+    function(given.data(), std::nextafter(0.25f, 1.0f), found.data(), count);
+    for (std::size_t i = 0; i < count; ++i) {
+      check(found[i] == (input[i] > 0.25f ? input[i] : 0.0f),
+            [&] { return std::to_string(input[i]) + " becomes " + std::to_string(found[i]); });
+    }
+  }
+  float found = 0.0f;
+  function(&nan, 0.25f, &found, 1);
+  check(std::isnan(found), [] { return std::string("a NaN is lost"); });
+}
+
 void test_every_half(WidenFunction* function) {
   const GuardedBuffer<std::uint16_t> halves(0x10000);
   const GuardedBuffer<float> found(0x10000);
@@ -294,6 +314,7 @@ void test_elementwise(Suite& suite) {
   suite.run_rows(quick_gelu_f32_f32, kUnary, test_unary<kQuickGeluTruth>);
   suite.run_rows(xielu_f32_f32, kUnary, test_xielu);
   suite.run_rows(relu_f32_f32, kUnary, test_unary<kRelu>);
+  suite.run_rows(thresholded_relu_f32_f32, "the definition, any count", test_thresholded_relu);
   suite.run_rows(softplus_f32_f32, kUnary, test_unary<kSoftplus>);
   suite.run_rows(tanh_f32_f32, kUnary, test_unary<kTanh>);
   suite.run_rows(gelu_mul_f32_f32_f32, "bits of gelu and a product", test_gelu_mul);

@@ -48,6 +48,7 @@ def of_weights(apply, *names, **options):
 CASES = {
     "gelu": (ops.gelu, lambda x: x * np.vectorize(math.erfc)(-x / 2**0.5) / 2),
     "quick_gelu": (ops.quick_gelu, lambda x: x / (1 + np.exp(-1.702 * x))),
+    "thresholded_relu": (lambda x: ops.thresholded_relu(x, 0.75), lambda x: np.where(x > 0.75, x, 0)),
     "xielu": (of_weights(ops.xielu, "parameters"), xielu),
     "layer_norm": (of_weights(ops.layer_normalization, "weight", "bias", epsilon=EPSILON), layer_norm),
 }

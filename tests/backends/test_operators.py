@@ -43,6 +43,7 @@ OPS = {
     "softplus": {"Softplus"},
     "split": {"Split"},
     "tanh": {"Tanh"},
+    "thresholded_relu": {"ThresholdedRelu"},
     "xielu": {"Xielu"},
 }
 """ONNX operators of each name's uses; both products of a gate stand for several nodes."""

@@ -173,6 +173,19 @@ def test_load_takes_both_prefixes_of_published_opts(tmp_path, prefix):
     expect_logits(write(tmp_path / "m", "opt", rename), "opt")
 
 
+def test_fatrelu_of_a_tiny_threshold_is_relu(tmp_path):
+    """MiniCPM-S has the activation fatrelu, which Transformers lacks."""
+    changes = {"fat": {"hidden_act": "fatrelu", "hidden_act_param": 1e-30}, "plain": {"hidden_act": "relu"}}
+    changes["wide"] = {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
+    found = {}
+    for name, change in changes.items():
+        folder = write(tmp_path / name, "minicpm", config=lambda config, change=change: config | change)
+        with chunkrt.load(folder, npu="native", scheme="w8a8-dynamic") as engine:
+            found[name] = engine.session().prefill(input_ids("minicpm"), logits="all").logits
+    np.testing.assert_array_equal(found["fat"], found["plain"])
+    assert np.abs(found["wide"] - found["plain"]).max() > 0.1
+
+
 def test_dual_chunk_attention_ends_the_context_with_one_line(tmp_path, caplog):
     """The config is that of Qwen2.5-1M, with smaller numbers."""
     sizes = {"chunk_size": 112, "local_size": 16, "original_max_position_embeddings": 96}

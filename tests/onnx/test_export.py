@@ -18,6 +18,7 @@ OTHERS = (
     "lfm2_biased", "qwen3_5", "qwen3_next_experts", "qwen3_gguf", "smollm3_window", "granite", "granite_hybrid_nope",
     "minicpm", "ernie4_5_biased", "helium", "glm", "glm4", "olmo2", "olmo3", "exaone4_hybrid", "gemma", "gemma2",
     "lfm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "granite_hybrid_mamba_experts",
+    "apertus", "apertus_gelu",
     "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe", "gpt_oss", "deepseek_v3_groups", "minicpm3",
 )  # fmt: skip
 
@@ -54,6 +55,15 @@ def test_learned_positions_are_exported_with_keys_after_rope(name, opset):
         Window(decoder, **settings)
     with pytest.raises(UnsupportedModelError, match="learned positions, which the dynamic form does not support"):
         dynamic_model(decoder, DynamicSettings(context=64))
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_selective_scan_is_exported_in_the_opset_of_its_expansion(name):
+    settings = {**whole(name, 8), "dtype": "fp32"}
+    logits = Window(planned(name), **settings, opset=23).run(input_ids(name))
+    np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="is in opset 23; use --opset 23"):
+        Window(planned(name), **settings, opset=18)
 
 
 @pytest.mark.sampled(every=5)

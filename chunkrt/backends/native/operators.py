@@ -140,6 +140,12 @@ for _operator, _call in _CALLS.items():
     operators.register(_operator, NATIVE)(_emitter(_call))
 
 
+@operators.register("thresholded_relu", NATIVE)
+def _thresholded_relu(lowering: Lowering, node: Node) -> list[int]:
+    (value,) = lowering.values(node)
+    return [lowering.builder.thresholded_relu(value, _number(node.attributes["alpha"]))]
+
+
 @operators.register("gelu", NATIVE)
 def _gelu(lowering: Lowering, node: Node) -> list[int]:
     (value,) = lowering.values(node)

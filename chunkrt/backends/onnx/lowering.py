@@ -34,6 +34,7 @@ STANDARD = (
     "softplus",
     "split",
     "tanh",
+    "thresholded_relu",
 )
 FUNCTIONS = (
     "add_positions",

@@ -36,6 +36,7 @@ ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "fatrelu": "fatrelu",
     "xielu": "xielu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }

@@ -120,20 +120,25 @@ class FeedForward(Module):
         self.gate_up_proj = gate_up or MergedColumnParallelLinear(hidden, parts, ranks, bias=bias)
         self.down_proj = down or RowParallelLinear(width, hidden, ranks, bias=bias, factor=config.residual_factor)
         self._activation = config.activation
+        self._threshold = config.number("hidden_act_param", 0.01) if config.activation == "fatrelu" else 0.0
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate, up = ops.split_columns(self.gate_up_proj(hidden), names=["gate", "up"])
-        return self.down_proj(ops.mul(activate(gate, self._activation), up, name="gated"))
+        if self._activation == "fatrelu":
+            active = ops.thresholded_relu(gate, self._threshold)
+        else:
+            active = activate(gate, self._activation)
+        return self.down_proj(ops.mul(active, up, name="gated"))
 
 
 def activate(gate: ir.Value, activation: str) -> ir.Value:
     """Return the activation of a gate; see `DecoderConfig.activation`.
 
     Raises:
-        UnsupportedModelError: the activation has parameters, which only the family Apertus reads.
+        UnsupportedModelError: the activation has parameters, which only other families read.
     """
-    if activation == "xielu":
-        raise UnsupportedModelError("the activation xielu is not supported in this family", feature="hidden_act")
+    if activation in ("fatrelu", "xielu"):
+        raise UnsupportedModelError(f"the activation {activation} is not supported in this family", feature="hidden_act")
     functions = {"gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "quick_gelu": ops.quick_gelu, "relu": ops.relu}
     return functions.get(activation, ops.silu)(gate)
 

@@ -72,6 +72,12 @@ def _gelu_of(e: Emitter, x: ir.Value, out: str, approximate: str) -> ir.Value:
     return finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
 
 
+def _thresholded_relu(e: Emitter, node: Node) -> None:
+    (out,), alpha = node.outputs, cast(float, node.attributes["alpha"])
+    x = e.read(node.inputs[0])
+    finish(e, "ThresholdedRelu", e.cast(x, FLOAT), dtype=x.dtype, name=out, alpha=alpha)
+
+
 def _quick_gelu(e: Emitter, node: Node) -> None:
     (out,), x = node.outputs, e.read(node.inputs[0], FLOAT)
     angle = e.op("Mul", x, e.number(1.702), name=f"{out}/angle")
@@ -265,6 +271,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Softplus"): _softplus,
     ("", "Split"): _split,
     ("", "Tanh"): _elementwise,
+    ("", "ThresholdedRelu"): _thresholded_relu,
     (DOMAIN, "FloatLinear"): _float_linear,
     (DOMAIN, "HeadNorm"): _head_norm,
     (DOMAIN, "QuickGelu"): _quick_gelu,

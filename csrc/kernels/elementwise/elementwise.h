@@ -63,6 +63,8 @@ inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
 // out = sigmoid(input), and correspondingly for the other functions; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
+// out = 0 where input < least, otherwise input; a NaN stays a NaN. out may be input.
+using ThresholdFunction = void(const float* input, float least, float* out, std::size_t count);
 // out = xielu(input) with parameters {a_p, a_n, b, e}; out may be input.
 using XieluFunction = void(const float* input, const float* parameters, float* out, std::size_t count);
 // out = (u + 1) * (g * sigmoid(alpha * g)), g = min(gate, limit), u = min(max(up, -limit), limit): the gated

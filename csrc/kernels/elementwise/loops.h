@@ -92,6 +92,10 @@ void CHUNKRT_NAME(relu_f32_f32)(const float* input, float* out, std::size_t coun
   for_each(input, out, count, relu);
 }
 
+void CHUNKRT_NAME(thresholded_relu_f32_f32)(const float* input, float least, float* out, std::size_t count) {
+  for_each(input, out, count, [least](Floats x) { return zero_if_less(x, all(least), x); });
+}
+
 void CHUNKRT_NAME(softplus_f32_f32)(const float* input, float* out, std::size_t count) {
   for_each(input, out, count, [](Floats x) { return softplus(x); });
 }

@@ -94,6 +94,10 @@ void relu_f32_f32_reference(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = input[i] <= 0.0f ? 0.0f : input[i];
 }
 
+void thresholded_relu_f32_f32_reference(const float* input, float least, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = input[i] < least ? 0.0f : input[i];
+}
+
 void softplus_f32_f32_reference(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = softplus(input[i]);
 }

@@ -1,4 +1,5 @@
 // Element-wise operators.
+#include <cmath>
 #include <span>
 #include <vector>
 
@@ -124,6 +125,20 @@ ValueId xielu(ProgramBuilder& builder, ValueId input, ValueId parameters) {
 
 ValueId relu(ProgramBuilder& builder, ValueId input) {
   return unary(builder, input, "relu", select_kernel(relu_f32_f32).function);
+}
+
+ValueId thresholded_relu(ProgramBuilder& builder, ValueId input, float threshold) {
+  const Symbol symbol = builder.rows_of(input, "thresholded_relu");
+  const std::size_t width = builder.width_of(input);
+  const ValueId out = builder.float_rows(symbol, width);
+  const float least = std::nextafter(threshold, INFINITY);  // the first value above the threshold
+  ThresholdFunction* kernel = select_kernel(thresholded_relu_f32_f32).function;
+  builder.add_row_step(symbol, "thresholded_relu", {input, out},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         kernel(frame.get<const float>(input) + begin * width, least,
+                                frame.get<float>(out) + begin * width, (end - begin) * width);
+                       });
+  return out;
 }
 
 ValueId softplus(ProgramBuilder& builder, ValueId input) {

@@ -59,6 +59,8 @@ ValueId quick_gelu(ProgramBuilder& builder, ValueId input);
 // parameters is a constant float32 [4].
 ValueId xielu(ProgramBuilder& builder, ValueId input, ValueId parameters);
 ValueId relu(ProgramBuilder& builder, ValueId input);
+// The input where it exceeds the threshold, otherwise 0.
+ValueId thresholded_relu(ProgramBuilder& builder, ValueId input, float threshold);
 ValueId softplus(ProgramBuilder& builder, ValueId input);
 ValueId tanh(ProgramBuilder& builder, ValueId input);
 // clip(round_half_to_even(input / step), -levels, levels) * step, where step is a constant float32 [1] or
