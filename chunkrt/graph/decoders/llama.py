@@ -138,7 +138,9 @@ def activate(gate: ir.Value, activation: str) -> ir.Value:
         UnsupportedModelError: the activation has parameters, which only other families read.
     """
     if activation in ("fatrelu", "xielu"):
-        raise UnsupportedModelError(f"the activation {activation} is not supported in this family", feature="hidden_act")
+        raise UnsupportedModelError(
+            f"the activation {activation} is not supported in this family", feature="hidden_act"
+        )
     functions = {"gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "quick_gelu": ops.quick_gelu, "relu": ops.relu}
     return functions.get(activation, ops.silu)(gate)
 
