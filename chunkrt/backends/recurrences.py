@@ -108,6 +108,16 @@ def _short_conv(
     return after * convolve(before * x)
 
 
+@register("silu_conv")
+def _silu_conv(
+    qkv: Float32, gate: None, beta: None, convolve: Convolve, recurrent_state: None, **sizes: int
+) -> Float32:
+    """Compute SiLU of the convolution, the first step of Mamba's mixer."""
+    mixed = convolve(qkv)
+    active: Float32 = (mixed / (1 + np.exp(-mixed.astype(np.float64)))).astype(np.float32)
+    return active
+
+
 @register("gated_delta_rule")
 def _gated_delta_rule(
     qkv: Float32,
@@ -176,4 +186,19 @@ def _mamba2(
         recurrent_state[...] = decay[t, :, None, None] * recurrent_state + written
         output[t] += np.einsum("hmn,hm->hn", recurrent_state, c[t])
     rows: Float32 = output.reshape(len(cbx), -1).astype(np.float32)
+    return rows
+
+
+def selective_scan(x: Float32, step: Float32, bc: Float32, rates: Float32, skip: Float32, state: Float32) -> Float32:
+    """Compute Mamba's recurrence as `ops.selective_scan` describes it, row by row; the state is updated in place.
+
+    The state is rounded after each row, so that calls may split rows in any way.
+    """
+    b, c = np.split(bc.astype(np.float64), 2, axis=1)
+    output = skip * x.astype(np.float64)
+    for t in range(len(x)):
+        decay = np.exp(step[t].astype(np.float64) * rates)
+        state[...] = decay * state + b[t, :, None] * (step[t] * x[t])
+        output[t] += c[t] @ state
+    rows: Float32 = output.astype(np.float32)
     return rows

@@ -6,6 +6,7 @@ better. It is slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.function_executable import FunctionExecutable, Operator, constants
-from chunkrt.backends.recurrences import linear_attention, missing_kind
+from chunkrt.backends.recurrences import linear_attention, missing_kind, selective_scan
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
@@ -107,6 +108,11 @@ def _relu(x: Float32) -> Float32:
     return np.maximum(x, np.float32(0))
 
 
+@operators.register("thresholded_relu", REFERENCE)
+def _thresholded_relu(x: Float32, *, alpha: float) -> Float32:
+    return np.where(x <= np.float32(alpha), np.float32(0), x)
+
+
 @operators.register("softplus", REFERENCE)
 def _softplus(x: Float32) -> Float32:
     result: Float32 = np.logaddexp(x, np.float32(0))
@@ -121,10 +127,29 @@ def _tanh(x: Float32) -> Float32:
 
 @operators.register("gelu", REFERENCE)
 def _gelu(x: Float32, *, approximate: str = "none") -> Float32:
+    if approximate == "none":
+        exact: Float32 = (x * 0.5 * (1 + _erf(x / np.sqrt(2.0)))).astype(np.float32)
+        return exact
     if approximate != "tanh":
-        raise PartitionError(f"reference supports Gelu with the tanh approximation only, not {approximate!r}")
+        raise PartitionError(f"Gelu has the approximations 'none' and 'tanh', not {approximate!r}")
     inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
     result: Float32 = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return result
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+@operators.register("quick_gelu", REFERENCE)
+def _quick_gelu(x: Float32) -> Float32:
+    return x * _sigmoid(np.float32(1.702) * x)
+
+
+@operators.register("xielu", REFERENCE)
+def _xielu(x: Float32, parameters: Float32) -> Float32:
+    wide, (a_p, a_n, b, e) = x.astype(np.float64), parameters.astype(np.float64)
+    curved = np.where(wide > 0, a_p * wide**2, a_n * (np.expm1(np.minimum(wide, e)) - wide))
+    result: Float32 = (curved + b * wide).astype(np.float32)
     return result
 
 
@@ -151,6 +176,7 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
 
 
 operators.register("linear_attention", REFERENCE, refuses=missing_kind)(linear_attention)
+operators.register("selective_scan", REFERENCE)(selective_scan)
 
 
 @operators.register("concat", REFERENCE)
@@ -196,6 +222,23 @@ def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float
     return normalised
 
 
+@operators.register("layer_norm", REFERENCE)
+def _layer_normalization(x: Float32, weight: Float32, bias: Float32, *, axis: int, epsilon: float) -> Float32:
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=axis, keepdims=True)
+    scale = np.sqrt(np.square(centred).mean(axis=axis, keepdims=True) + epsilon)
+    normalised: Float32 = (centred / scale * weight + bias).astype(np.float32)
+    return normalised
+
+
+@operators.register("add_positions", REFERENCE)
+def _add_positions(hidden: Float32, table: Float32, position: NDArray[np.int64]) -> Float32:
+    first, last = int(position[0]), int(position[0]) + len(hidden)
+    if first < 0 or last > len(table):
+        raise IndexError(f"the positions {first} to {last - 1} are not inside the {len(table)} of the table")
+    return hidden + table[first:last]
+
+
 @operators.register("float_linear", REFERENCE)
 def _float_linear(left: Float32, weight: Float32) -> Float32:
     result: Float32 = (left.astype(np.float64) @ weight).astype(np.float32)
@@ -219,6 +262,9 @@ def routed_experts(
     swiglu_alpha: float = 1.0,
     swiglu_limit: float = 0.0,
     uses_gelu: int = 0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 1,
     quantize: Quantize = quantize_rows,
 ) -> Float32:
     if use_sigmoid:
@@ -228,6 +274,9 @@ def routed_experts(
         scores, values = scores / scores.sum(axis=-1, keepdims=True), router_logits
     if selection_bias is not None:
         values = scores + selection_bias
+    if num_groups > 1:
+        values = scores if selection_bias is None else values
+        values = _in_best_groups(values, num_groups, top_groups, best_of_group)
     picked = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]  # the first of equal values
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
@@ -245,6 +294,17 @@ def routed_experts(
             result = result + down_bias[expert]
         output[rows] += weights[rows, places, None] * result
     return output
+
+
+def _in_best_groups(values: Float32, num_groups: int, top_groups: int, best_of_group: int) -> Float32:
+    """Replace the values of experts outside of a row's best groups by minus infinity."""
+    groups = values.reshape(len(values), num_groups, -1)
+    ranks = np.sort(groups, axis=-1)[..., -best_of_group:].sum(axis=-1)
+    best = np.argsort(-ranks, axis=-1, kind="stable")[:, :top_groups]  # the first of equal groups
+    is_open = np.zeros(ranks.shape, bool)
+    np.put_along_axis(is_open, best, True, axis=-1)
+    result: Float32 = np.where(is_open[..., None], groups, np.float32(-np.inf)).reshape(values.shape)
+    return result
 
 
 def _clamped_swiglu(x: Float32, alpha: float, limit: float) -> Float32:

@@ -109,13 +109,16 @@ class Keys:
         return [float(value) for value in self.read(tensor)]
 
 
-def common_config(keys: Keys, *, is_hybrid: bool = False, has_attention: bool = True) -> dict[str, Any]:
+def common_config(
+    keys: Keys, *, is_hybrid: bool = False, has_attention: bool = True, has_layer_norms: bool = False
+) -> dict[str, Any]:
     """Return the config keys that every architecture has.
 
     Args:
         is_hybrid: whether some layers have no attention or no feed-forward, and 0 as the number of their key/value
             heads or as their width.
         has_attention: whether any layer has attention and a feed-forward.
+        has_layer_norms: whether norms have a mean and a bias.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
@@ -158,7 +161,7 @@ def common_config(keys: Keys, *, is_hybrid: bool = False, has_attention: bool = 
         "num_key_value_heads": keys.count("attention.head_count_kv", default=num_heads, may_lack=is_hybrid),
         "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number(f"attention.{'layer_norm' if has_layer_norms else 'layer_norm_rms'}_epsilon"),
         "rope_theta": keys.number("rope.freq_base", default=10000.0),
         "gguf.rope.dimension_count": rotary_dim,
         "rope_scaling": _rope_scaling(keys),
@@ -492,6 +495,23 @@ def falcon_h1_config(keys: Keys, config: Config) -> Config:
         "mamba_rms_norm": _any(keys, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "projectors_bias": _any(keys, "ssm_out.bias"),
+    }
+
+
+def mamba_config(keys: Keys, config: Config) -> Config:
+    """Return Mamba's keys."""
+    inner, hidden = keys.count("ssm.inner_size"), config["hidden_size"]
+    if inner % hidden:
+        raise ModelError(f"{keys.prefix}ssm.inner_size is {inner}, expected a multiple of {hidden}")
+    return {
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "state_size": keys.count("ssm.state_size"),
+        "conv_kernel": keys.count("ssm.conv_kernel"),
+        "time_step_rank": keys.count("ssm.time_step_rank"),
+        "expand": inner // hidden,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in keys.shapes,
+        "use_bias": "blk.0.ssm_in.bias" in keys.shapes,
+        "head_dim": 2,
     }
 
 

@@ -165,6 +165,7 @@ class Architecture:
         by_layer: keys whose values may differ between layers; the common config has those of the first layer.
         is_hybrid: True if some layers have no attention, or no feed-forward.
         has_attention: True if any layer has attention.
+        has_layer_norms: True if norms have a mean and a bias.
     """
 
     model_type: str
@@ -179,6 +180,7 @@ class Architecture:
     by_layer: Collection[str] = ()
     is_hybrid: bool = False
     has_attention: bool = True
+    has_layer_norms: bool = False
 
 
 EACH = "{}"
@@ -356,6 +358,21 @@ _ONE_MIXER = {
     "ffn_down": "mixer.down_proj",
 }
 
+_GPT_MODEL = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GPT_LAYER = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
 ARCHITECTURES = {
     "llama": Architecture(
         model_type="llama",
@@ -398,6 +415,27 @@ ARCHITECTURES = {
         layer=LAYER,
         refused=SCALINGS | WINDOWS,
         config=lambda keys, config: {"norm_offset": 0},
+    ),
+    "gpt2": Architecture(
+        model_type="gpt2",
+        model=_GPT_MODEL,
+        layer=_GPT_LAYER,
+        layers="transformer.h",
+        refused=SCALINGS | WINDOWS,
+        config=lambda keys, config: {"layer_norm_epsilon": config["rms_norm_eps"]},
+        has_layer_norms=True,
+    ),
+    "starcoder": Architecture(
+        model_type="gpt_bigcode",
+        model=_GPT_MODEL,
+        layer=_GPT_LAYER,
+        layers="transformer.h",
+        refused=SCALINGS | WINDOWS,
+        config=lambda keys, config: {
+            "layer_norm_epsilon": config["rms_norm_eps"],
+            "multi_query": config["num_key_value_heads"] == 1,
+        },
+        has_layer_norms=True,
     ),
     "glm4": Architecture(
         model_type="glm4",
@@ -445,6 +483,21 @@ ARCHITECTURES = {
         refused=(_MIXTURE_SCALINGS - _GRANITE_SCALINGS) | WINDOWS | {"rope.scaling.finetuned"},
         config=gguf_keys.granite_hybrid_config,
         is_hybrid=True,
+    ),
+    "mamba": Architecture(
+        model_type="mamba",
+        model=_BACKBONE,
+        layer={
+            "attn_norm": "norm",
+            **_mamba("mixer"),
+            "ssm_x": "mixer.x_proj",
+            "ssm_dt": "mixer.dt_proj",
+            "ssm_dt.bias": "mixer.dt_proj.bias",
+        },
+        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": Layout(values=_logarithm)},
+        refused=SCALINGS | WINDOWS | {"ssm.dt_b_c_rms"},
+        config=gguf_keys.mamba_config,
+        has_attention=False,
     ),
     "mamba2": Architecture(
         model_type="mamba2",
@@ -708,6 +761,11 @@ def translate_config(architecture: Architecture, keys: Keys, refuse: Refuse = st
     of_first = keys.of_first_layer(architecture.by_layer)
     config = {
         "model_type": architecture.model_type,
-        **common_config(of_first, is_hybrid=architecture.is_hybrid, has_attention=architecture.has_attention),
+        **common_config(
+            of_first,
+            is_hybrid=architecture.is_hybrid,
+            has_attention=architecture.has_attention,
+            has_layer_norms=architecture.has_layer_norms,
+        ),
     }
     return config | architecture.config(keys, config)

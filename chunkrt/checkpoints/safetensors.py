@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints import older_layouts
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.checkpoint import WEIGHT_FILES, map_file
 from chunkrt.checkpoints.source import INT4, BlockTensor, QuantisedWeight, StoredTensor, TensorInfo
@@ -85,6 +86,9 @@ class SafetensorsSource:
             self.config, self.architecture = text, text["model_type"]
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
+        self._is_older = self.architecture in older_layouts.FAMILIES
+        if self._is_older:
+            self.config = older_layouts.with_later_keys(self.config)
         self._quantised: dict[str, QuantisedWeight] = {}
         if any(self.config.get(key) for key in QUANTISATION_KEYS):
             self._find_quantised()
@@ -99,7 +103,8 @@ class SafetensorsSource:
             return TensorInfo(shape=weight.shape, stored_as=weight.stored_as)
         tensor = self._find(name)
         is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
-        return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
+        shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
+        return TensorInfo(shape=shape, stored_as=tensor.dtype, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Return one tensor as float32; a read-only view of the file if it is stored as float32.
@@ -110,7 +115,8 @@ class SafetensorsSource:
         """
         if (weight := self._quantised.get(name)) is not None:
             return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
-        return tensor_values(name, self._find(name))
+        values = tensor_values(name, self._find(name))
+        return np.ascontiguousarray(values.T) if self._is_transposed(name) else values
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """See `TensorSource`. Only quantised weights have blocks."""
@@ -146,6 +152,9 @@ class SafetensorsSource:
             ", ".join(kinds),
             kept,
         )
+
+    def _is_transposed(self, name: str) -> bool:
+        return self._is_older and older_layouts.is_transposed(self.architecture, name)
 
     def _find(self, name: str) -> FileTensor:
         if name not in self._tensors:

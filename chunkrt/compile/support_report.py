@@ -319,7 +319,9 @@ def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[Unsupport
     plan = draft.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     windows = [node.attributes["window"] for node in nodes if node.op in ATTENTION_OPS]
-    mixers = Counter(str(node.attributes["attn_type"]) for node in nodes if node.op == "LinearAttention")
+    kinds = (str(node.attributes["attn_type"]) for node in nodes if node.op == "LinearAttention")
+    mixers = Counter(kind for kind in kinds if kind != "silu_conv")  # a part of Mamba's mixer
+    mixers["mamba"] = sum(node.op == "SelectiveScan" for node in nodes)
     experts = [node for node in nodes if node.op == "RoutedExperts"]
     tensors = [name for parameter in draft.decoder.parameters() for name in parameter.checkpoint_tensors]
     biases = dict.fromkeys(name.split(".")[-2] for name in tensors if name.endswith(".bias"))

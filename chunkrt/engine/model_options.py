@@ -73,7 +73,13 @@ def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
     """Return the plan with keys cached as the options require: before RoPE for a context that shifts, and without
     biases in int8 caches.
     """
-    plan = plan.with_raw_keys() if options.context_shift else plan
+    if options.context_shift:
+        if plan.has_learned_positions:
+            raise ConfigError(
+                f"`context_shift` moves cached keys, but {plan.family} adds learned positions to rows, from which keys "
+                "are made; omit it"
+            )
+        plan = plan.with_raw_keys()
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan
 
 

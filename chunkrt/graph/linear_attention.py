@@ -181,8 +181,15 @@ _MAMBA2 = (
     + _FLAT_OUTPUT
 )
 
+_SILU_CONV = """{
+    convolved, new_conv_state = chunkrt.CausalConvolution (qkv, conv_weight, conv_bias, conv_state)
+    squashed = Sigmoid (convolved)
+    output = Mul (convolved, squashed)
+}"""
+
 _variants = {
     "short_conv": Variant(columns_per_channel=3, is_recurrent=False, expansion=_SHORT_CONV),
+    "silu_conv": Variant(columns_per_channel=1, is_recurrent=False, expansion=_SILU_CONV),
     "gated_delta_rule": Variant(columns_per_channel=1, is_recurrent=True, num_gates=2, expansion=_GATED_DELTA_RULE),
     "mamba2": Variant(
         columns_per_channel=1,

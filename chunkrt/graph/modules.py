@@ -404,6 +404,49 @@ class RMSNorm(Module):
         return ops.rms_normalization(hidden, self.weight.value(), epsilon=self.epsilon, name="output")
 
 
+class LayerNorm(Module):
+    """Layer normalisation with a weight and a bias (Ba, Kiros and Hinton, 2016)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.width, self.epsilon = width, epsilon
+
+    def declare(self) -> None:
+        shape = (self.width,)
+        self.weight, self.bias = (
+            Parameter(shape=shape, checkpoint_tensors={f"{self.path}.{name}": shape}, combine=lambda values: values)
+            for name in ("weight", "bias")
+        )
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return ops.layer_normalization(
+            hidden, self.weight.value(), self.bias.value(), epsilon=self.epsilon, name="output"
+        )
+
+
+class LearnedPositions(Module):
+    """A table with a row for each position, which is added to the embeddings.
+
+    Args:
+        num_unused: number of rows before that of position 0.
+    """
+
+    def __init__(self, num_positions: int, width: int, *, num_unused: int = 0) -> None:
+        super().__init__()
+        self.shape, self.num_unused = (num_positions, width), num_unused
+
+    def declare(self) -> None:
+        positions, width = self.shape
+        self.weight = Parameter(
+            shape=self.shape,
+            checkpoint_tensors={f"{self.path}.weight": (positions + self.num_unused, width)},
+            combine=lambda table: table[self.num_unused :],
+        )
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return ops.add_positions(hidden, self.weight.value(), name="sum")
+
+
 class HeadNorm(Module):
     """RMSNorm of single heads. It runs on the CPU unless placed.
 

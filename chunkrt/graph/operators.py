@@ -36,6 +36,9 @@ Attributes = Mapping[str, Any]
 MOST_PARTS = 8
 """Limit of the inputs that Concat joins."""
 
+EXPERT_GROUPS = ("num_groups", "top_groups", "best_of_group")
+"""Attributes of routed experts that are chosen in groups; see `ops.routed_experts`."""
+
 MOST = 2**31 - 1
 """Limit of every whole number in a plan."""
 
@@ -162,6 +165,37 @@ def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     return value
 
 
+def _layer_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    require(inputs[1] == inputs[2], f"its weight {list(inputs[1])} and bias {list(inputs[2])} differ")
+    return _norm(attributes, inputs)
+
+
+def _positions(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    hidden, table, position = inputs
+    require(_matrix(table)[1] == _matrix(hidden)[1], f"its table {list(table)} does not match {list(hidden)}")
+    require(position == (1,), f"its position is {list(position)}, expected [1]")
+    return hidden
+
+
+def _xielu(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    require(inputs[1] == (4,), f"its parameters are {list(inputs[1])}, expected [4]")
+    return _matrix(inputs[0])
+
+
+def _selective_scan(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    x, step, bc, rates, skip, state = inputs
+    rows, channels = _matrix(x)
+    state_dim = _matrix(rates)[0]
+    require(step == x and skip == (channels,), f"its step {list(step)} and skip {list(skip)} do not match {list(x)}")
+    require(rates == state == (state_dim, channels), f"its rates {list(rates)} and state {list(state)} do not match")
+    require(bc == (rows, 2 * int(state_dim)), f"its b and c {list(bc)} do not match {state_dim} states")
+    return x
+
+
+def _selective_scan_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
+    return 7 * _size(inputs[3])
+
+
 def _concat(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     shapes = [_matrix(shape) for shape in inputs]
     rows, axis = {shape[0] for shape in shapes}, attributes.get("axis", -1)
@@ -252,6 +286,16 @@ def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts {list(gate_up)} do not match its input")
     require(down == (experts, int(inner) // 2, width), f"its experts {list(gate_up)} and {list(down)} do not match")
     require(1 <= attributes["top_k"] <= int(experts), f"it cannot pick {attributes['top_k']} of {experts} experts")
+    groups, open_groups, best = (attributes.get(name, 1) for name in EXPERT_GROUPS)
+    require(min(groups, open_groups, best) > 0, f"its groups of experts {dict(attributes)} are invalid")
+    require(int(experts) % groups == 0, f"{experts} experts cannot form {groups} groups")
+    require(open_groups <= groups, f"it cannot pick {open_groups} of {groups} groups")
+    size = int(experts) // groups
+    require(best <= size, f"it cannot rank groups of {size} experts by their {best} best")
+    require(
+        attributes["top_k"] <= open_groups * size,
+        f"it cannot pick {attributes['top_k']} of the {open_groups * size} experts of {open_groups} groups",
+    )
     require(selection_bias in (None, (experts,)), f"its selection bias {selection_bias} is not [{experts}]")
     require(gate_up_bias in (None, (experts, inner)), f"its bias {gate_up_bias} does not match {list(gate_up)}")
     require(down_bias in (None, (experts, width)), f"its bias {down_bias} does not match {list(down)}")
@@ -367,6 +411,14 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         weights=(0,),
     ),
     ("", "Gelu"): Operator(num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=("approximate",)),
+    ("", "LayerNormalization"): Operator(
+        name="layer_norm",
+        num_inputs=3,
+        output=_layer_norm,
+        weights=(1, 2),
+        attributes={"axis": int, "epsilon": float},
+        defaulted=("axis",),
+    ),
     ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, weights=(1,), flops=_product_flops),
     ("", "RMSNormalization"): Operator(
         name="rms_norm",
@@ -379,6 +431,8 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Split"): Operator(
         num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
     ),
+    ("", "ThresholdedRelu"): Operator(num_inputs=1, output=_same, is_dynamic=True, attributes={"alpha": float}),
+    ("chunkrt", "AddPositions"): Operator(is_dynamic=True, num_inputs=3, output=_positions, weights=(1,), indices=(2,)),
     ("chunkrt", "AllGather"): Operator(
         is_dynamic=True, num_inputs=2, output=_gathered, indices=(1,), attributes={"columns": str}
     ),
@@ -399,6 +453,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         is_dynamic=True, num_inputs=3, output=_low_rank, indices=(2,), attributes={"weight": str}
     ),
     ("chunkrt", "PickColumns"): Operator(is_dynamic=True, num_inputs=1, output=_picked, attributes={"columns": str}),
+    ("chunkrt", "QuickGelu"): Operator(is_dynamic=True, num_inputs=1, output=_same),
     ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=9),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,
@@ -409,12 +464,16 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         weights=(2, 3, 4, 5, 6),
         output=_experts,
         attributes={
-            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid", "uses_gelu"), int),
+            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid", "uses_gelu", *EXPERT_GROUPS), int),
             **dict.fromkeys(("norm_epsilon", "swiglu_alpha", "swiglu_limit"), float),
         },
-        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu"),
+        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu", *EXPERT_GROUPS),
+    ),
+    ("chunkrt", "SelectiveScan"): Operator(
+        is_dynamic=True, num_inputs=6, output=_selective_scan, weights=(3, 4), flops=_selective_scan_flops
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product, weights=(1,)),
+    ("chunkrt", "Xielu"): Operator(is_dynamic=True, num_inputs=2, output=_xielu, weights=(1,)),
 }
 
 

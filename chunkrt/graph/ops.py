@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from chunkrt.errors import ChunkrtError, ModelError
 from chunkrt.graph.linear_attention import find_variant
 from chunkrt.graph.operators import OPERATOR_NAMES, check_node, find_operator, require
-from chunkrt.graph.plan import ALL_GATHER_OP, ALL_REDUCE_OP, DOMAIN, SHARED_GATHER_OP, Attribute, Device
+from chunkrt.graph.plan import (
+    ALL_GATHER_OP,
+    ALL_REDUCE_OP,
+    DOMAIN,
+    POSITIONS_OP,
+    SHARED_GATHER_OP,
+    Attribute,
+    Device,
+)
 
 OPSET = 23
 """Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -302,6 +310,21 @@ def rms_normalization(value: ir.Value, weight: ir.Value, *, epsilon: float, name
     return _one("RMSNormalization", [value, weight], shape_of(value), name, attributes=attributes)
 
 
+def layer_normalization(
+    value: ir.Value, weight: ir.Value, bias: ir.Value, *, epsilon: float, name: str = "norm"
+) -> ir.Value:
+    """Return (value - mean) * rsqrt(variance + epsilon) * weight + bias over the last axis; Ba et al., 2016."""
+    attributes = {"axis": -1, "epsilon": epsilon}
+    return _one("LayerNormalization", [value, weight, bias], shape_of(value), name, attributes=attributes)
+
+
+def add_positions(hidden: ir.Value, table: ir.Value, *, name: str = "positions") -> ir.Value:
+    """Return hidden [T, H] plus the rows of table [P, H] from the position of row 0 on. The context is at most P."""
+    trace = current_trace()
+    trace.set_context(int(shape_of(table)[0]), None)
+    return _one(POSITIONS_OP, [hidden, table, trace.position()], shape_of(hidden), name, domain="chunkrt")
+
+
 def gather_rows(table: ir.Value, indices: ir.Value, *, name: str = "gather") -> ir.Value:
     """Return the rows of table [V, H] at indices [T] (or [R])."""
     shape = (*shape_of(indices), *shape_of(table)[1:])
@@ -318,6 +341,11 @@ def relu(value: ir.Value, *, name: str = "relu") -> ir.Value:
     return _one("Relu", [value], shape_of(value), name)
 
 
+def thresholded_relu(value: ir.Value, threshold: float, *, name: str = "relu") -> ir.Value:
+    """Return the value where it exceeds a threshold, otherwise 0."""
+    return _one("ThresholdedRelu", [value], shape_of(value), name, attributes={"alpha": threshold})
+
+
 def tanh(value: ir.Value, *, name: str = "tanh") -> ir.Value:
     """Return the hyperbolic tangent."""
     return _one("Tanh", [value], shape_of(value), name)
@@ -331,6 +359,28 @@ def silu(value: ir.Value, *, name: str = "silu") -> ir.Value:
 def gelu_tanh(value: ir.Value, *, name: str = "gelu") -> ir.Value:
     """Return 0.5 value (1 + tanh(sqrt(2 / pi) (value + 0.044715 value^3))); Hendrycks and Gimpel, 2016, section 2."""
     return _one("Gelu", [value], shape_of(value), name, attributes={"approximate": "tanh"})
+
+
+def gelu(value: ir.Value, *, name: str = "gelu") -> ir.Value:
+    """Return 0.5 value (1 + erf(value / sqrt(2))); Hendrycks and Gimpel, 2016, section 2."""
+    return _one("Gelu", [value], shape_of(value), name, attributes={"approximate": "none"})
+
+
+def quick_gelu(value: ir.Value, *, name: str = "quick_gelu") -> ir.Value:
+    """Return value * sigmoid(1.702 value); Hendrycks and Gimpel, 2016, section 2."""
+    return _one("QuickGelu", [value], shape_of(value), name, domain="chunkrt")
+
+
+def xielu(value: ir.Value, parameters: ir.Value, *, name: str = "xielu") -> ir.Value:
+    """Return a_p value^2 + b value for positive values, and a_n (expm1(min(value, e)) - value) + b value for others.
+
+    Source: Huang, Deriving Activation Functions Using Integration (2024), section 3.2; Hugging Face's
+    `XIELUActivation`.
+
+    Args:
+        parameters: [4]: a_p, a_n, b, e.
+    """
+    return _one("Xielu", [value, parameters], shape_of(value), name, domain="chunkrt")
 
 
 def head_norm(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = "head_norm") -> ir.Value:
@@ -502,6 +552,26 @@ def linear_attention(
     return output
 
 
+def selective_scan(
+    x: ir.Value, step: ir.Value, bc: ir.Value, rates: ir.Value, skip: ir.Value, *, name: str = "scan"
+) -> ir.Value:
+    """Compute Mamba's recurrence: s <- exp(step rates) s + b step x for each channel and state; y = c s + skip x.
+
+    Source: Gu and Dao, Mamba (2023), section 3.2.
+
+    Args:
+        x, step: [T, C].
+        bc: [T, 2 N], columns b | c.
+        rates: [N, C].
+        skip: [C].
+
+    Returns:
+        [T, C]. The state [N, C] belongs to the module that is being traced.
+    """
+    states = {"recurrent_state": tuple(int(size) for size in shape_of(rates))}
+    return apply("chunkrt", "SelectiveScan", [x, step, bc, rates, skip], states=states, name=name)
+
+
 def apply(
     domain: str,
     op: str,
@@ -611,6 +681,9 @@ def routed_experts(
     swiglu_alpha: float = 1.0,
     swiglu_limit: float = 0.0,
     uses_gelu: bool = False,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 1,
     name: str = "experts",
 ) -> ir.Value:
     """Sum the feed-forwards that a router picks for each row, weighted by their scores.
@@ -627,6 +700,8 @@ def routed_experts(
         swiglu_alpha, swiglu_limit: if the limit is above 0, an expert computes (u + 1) g sigmoid(swiglu_alpha g), with
             the gate g at most the limit and the up u at most the limit in magnitude; otherwise silu(gate) up.
         uses_gelu: whether the activation is the tanh form of GELU, and not SiLU.
+        num_groups: number of groups of adjacent experts. Experts are picked from the `top_groups` best groups only.
+        best_of_group: number of a group's largest scores, including the selection bias, whose sum ranks the group.
     """
     attributes: dict[str, int | float | str] = {
         "top_k": top_k,
@@ -635,6 +710,11 @@ def routed_experts(
         "norm_epsilon": norm_epsilon,
         **({"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit} if swiglu_limit else {}),
         **({"uses_gelu": 1} if uses_gelu else {}),
+        **(
+            {"num_groups": num_groups, "top_groups": top_groups, "best_of_group": best_of_group}
+            if num_groups > 1
+            else {}
+        ),
     }
     inputs = [hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias]
     while inputs[-1] is None:

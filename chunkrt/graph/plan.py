@@ -59,6 +59,7 @@ KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases"
 """Forms in which keys are cached; the last form is for int8 caches only. See `graph/rewrites.py`."""
 
 EXPERTS_OP = "RoutedExperts"
+POSITIONS_OP = "AddPositions"
 """Operator of chunkrt's domain: feed-forwards of which every row uses a few; inputs hidden, router_logits, gate_up [E,
 H, 2 I] and down [E, I, H].
 """
@@ -267,6 +268,11 @@ class Plan:
             rows.append((subgraph.name, subgraph.device, kind, *sizes, listed))
         caption = f"{self.family}, vocabulary of {self.vocab_size}, context of {self.context_length}"
         return html_table(caption, ("subgraph", "on", "kind", "weights", "state", "operators"), rows)
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """True if rows of a table are added to the embeddings by position."""
+        return any(node.op == POSITIONS_OP for subgraph in self.subgraphs for node in subgraph.nodes)
 
     def with_raw_keys(self) -> Plan:
         """Return a plan of the same decoder with keys cached before RoPE and rotated at every use."""

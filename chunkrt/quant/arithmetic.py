@@ -36,6 +36,9 @@ COLUMNS_AT_ONCE = 1024
 MOST = 15
 """The largest unsigned integer of 4 bits."""
 
+SMALLEST_MAGNITUDE = np.float32(2.0**-120)
+"""Rows of smaller values count as zero, because 127 / max|x| would overflow (csrc/kernels/quantize/quantize.h)."""
+
 
 class Integers(NamedTuple):
     """A linear's weight [K, N] ~ values * scale.
@@ -178,9 +181,10 @@ def _column_limits(weight: Float32, name: str) -> Float32:
 
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
     """Quantise the rows of x float32 [T, K] to int8: return q = round-half-even(x * (127 / max|x|)) and the scales
-    max|x| / 127.
+    max|x| / 127. A row whose max|x| is below 2^-120 counts as zero, as in the native kernels.
     """
     limit = np.abs(x).max(axis=-1, keepdims=True)
+    limit = np.where(limit < SMALLEST_MAGNITUDE, np.float32(0), limit)
     multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
     return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
 

@@ -52,6 +52,8 @@ NUM_SHOWN = 12
 
 _IN_LAYER = re.compile(r"\D*\.(\d+)\.")
 """Path of a module inside a layer: the first number in it is the layer's index, e.g. in "rwkv.blocks.3.attention"."""
+_OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+"""Tensor of a single expert; Transformers holds the weights of all experts in the module before the index."""
 _NORMS = {"RMSNormalization", "LayerNormalization", "HeadNorm"}
 _NAMED = {"MatMul", "Gather", *_NORMS}
 """Operators whose weight names a module of Transformers."""
@@ -405,7 +407,7 @@ def _counterparts(planned: Planned, expected: Expected) -> dict[str, list[_Count
     def add(value: str, operator: str, kind: str, paths: Sequence[str], tolerance: float, *, may_fold: bool) -> None:
         modules = [_same_path(path, expected.modules) for path in paths]
         arrays = [getattr(expected.modules[module], kind) for module in modules if module is not None]
-        if len(arrays) < len(paths) or any(array is None for array in arrays):
+        if not paths or len(arrays) < len(paths) or any(array is None for array in arrays):
             return
         place = _Counterpart(
             value=value,
@@ -450,11 +452,10 @@ def _same_path(path: str, modules: Mapping[str, ModuleValues]) -> str | None:
 
 def _unread(planned: Planned, expected: Expected) -> list[str]:
     """Return the modules of Transformers whose weights no parameter of the decoder reads."""
-    read = {
-        _same_path(name.rpartition(".")[0], expected.modules)
-        for parameter in planned.parameters.values()
-        for name in parameter.checkpoint_tensors
-    }
+    tensors = [name for parameter in planned.parameters.values() for name in parameter.checkpoint_tensors]
+    stacked = [match[1] for name in tensors if (match := _OF_EXPERT.match(name))]
+    paths = {*(name.rpartition(".")[0] for name in tensors), *stacked}
+    read = {_same_path(path, expected.modules) for path in paths}
     return [name for name, values in expected.modules.items() if values.has_weights and name not in read]
 
 

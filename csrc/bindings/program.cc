@@ -168,10 +168,12 @@ ValueId add_routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId rout
                            std::optional<ValueId> selection_bias, std::optional<ValueId> gate_up_bias,
                            std::optional<ValueId> down_bias, std::size_t top_k, bool norm_topk_prob,
                            bool use_sigmoid, float norm_epsilon, float swiglu_alpha, float swiglu_limit,
-                           bool uses_gelu) {
-  return routed_experts(builder, hidden, router_logits, gate_up, gate_up_scales, down, down_scales,
-                        selection_bias, {top_k, norm_topk_prob, use_sigmoid, norm_epsilon},
-                        {gate_up_bias, down_bias}, {swiglu_alpha, swiglu_limit, uses_gelu});
+                           bool uses_gelu, std::size_t num_groups, std::size_t top_groups,
+                           std::size_t best_of_group) {
+  return routed_experts(
+      builder, hidden, router_logits, gate_up, gate_up_scales, down, down_scales, selection_bias,
+      {top_k, norm_topk_prob, use_sigmoid, norm_epsilon, num_groups, top_groups, best_of_group},
+      {gate_up_bias, down_bias}, {swiglu_alpha, swiglu_limit, uses_gelu});
 }
 
 ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
@@ -240,11 +242,17 @@ void bind_program(py::module_& module) {
       .def("columns", columns, "input"_a, "begin"_a, "width"_a)
       .def("concat", concat, "inputs"_a)
       .def("rms_norm", rms_norm, "input"_a, "weight"_a, "epsilon"_a)
+      .def("layer_norm", layer_norm, "input"_a, "weight"_a, "bias"_a, "epsilon"_a)
+      .def("add_positions", add_positions, "input"_a, "table"_a, "position"_a)
       .def("head_norm", head_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("add", add, "left"_a, "right"_a)
       .def("mul", mul, "left"_a, "right"_a)
       .def("sigmoid", sigmoid, "input"_a)
       .def("gelu", gelu, "input"_a)
+      .def("thresholded_relu", thresholded_relu, "input"_a, "threshold"_a)
+      .def("erf_gelu", erf_gelu, "input"_a)
+      .def("quick_gelu", quick_gelu, "input"_a)
+      .def("xielu", xielu, "input"_a, "parameters"_a)
       .def("relu", relu, "input"_a)
       .def("softplus", softplus, "input"_a)
       .def("tanh", tanh, "input"_a)
@@ -264,12 +272,15 @@ void bind_program(py::module_& module) {
            "gate_up_scales"_a, "down"_a, "down_scales"_a, "selection_bias"_a = py::none(),
            "gate_up_bias"_a = py::none(), "down_bias"_a = py::none(), py::kw_only(), "top_k"_a,
            "norm_topk_prob"_a, "use_sigmoid"_a = false, "norm_epsilon"_a = 0.0f, "swiglu_alpha"_a = 1.0f,
-           "swiglu_limit"_a = 0.0f, "uses_gelu"_a = false)
+           "swiglu_limit"_a = 0.0f, "uses_gelu"_a = false, "num_groups"_a = 1, "top_groups"_a = 1,
+           "best_of_group"_a = 1)
       .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
            "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
            "soft_cap"_a = 0.0f, "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false,
            "qkv_bias"_a = py::none(), "sinks"_a = py::none(), "appends"_a = true)
       .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
+      .def("silu_conv", silu_conv, "x"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
+      .def("selective_scan", selective_scan, "x"_a, "step"_a, "bc"_a, "rates"_a, "skip"_a, "state"_a)
       .def("gated_delta_rule", add_delta_rule, "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a,
            "conv_state"_a, "recurrent_state"_a, py::kw_only(), "num_k_heads"_a, "num_v_heads"_a,
            "head_k_dim"_a, "head_v_dim"_a, "use_qk_l2norm"_a)

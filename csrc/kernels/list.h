@@ -73,12 +73,17 @@
   KERNEL(dequantize_row_f32_s8col, DequantizeRowFunction, CHUNKRT_VECTORS)        \
   KERNEL(add_outer_product_f32_f32_f32, AddOuterProductFunction, CHUNKRT_VECTORS) \
   KERNEL(rms_norm_f32_f32, RmsNormFunction, CHUNKRT_VECTORS)                      \
+  KERNEL(layer_norm_f32_f32, LayerNormFunction, CHUNKRT_VECTORS)                  \
   KERNEL(add_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                        \
   KERNEL(mul_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                        \
   KERNEL(sigmoid_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                         \
   KERNEL(exp_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                             \
   KERNEL(gelu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
+  KERNEL(erf_gelu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                        \
+  KERNEL(quick_gelu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                      \
+  KERNEL(xielu_f32_f32, XieluFunction, CHUNKRT_VECTORS)                           \
   KERNEL(relu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
+  KERNEL(thresholded_relu_f32_f32, ThresholdFunction, CHUNKRT_VECTORS)            \
   KERNEL(softplus_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                        \
   KERNEL(tanh_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
   KERNEL(silu_mul_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                   \
@@ -91,7 +96,8 @@
   KERNEL(attend_f32_bf16_cache, AttentionFunction, CHUNKRT_BFLOAT_PRODUCTS)       \
   KERNEL(causal_convolution_f32_f32, ConvolutionFunction, CHUNKRT_VECTORS)        \
   KERNEL(gated_delta_rule_f32_f32, DeltaRuleFunction, CHUNKRT_VECTORS)            \
-  KERNEL(state_space_f32_f32, StateSpaceFunction, CHUNKRT_VECTORS)
+  KERNEL(state_space_f32_f32, StateSpaceFunction, CHUNKRT_VECTORS)                \
+  KERNEL(selective_scan_f32_f32, SelectiveScanFunction, CHUNKRT_VECTORS)
 
 namespace chunkrt {
 

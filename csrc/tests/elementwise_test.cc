@@ -101,6 +101,25 @@ constexpr Truth kGelu = {
     },
     gelu_f32_f32_reference};
 
+constexpr Truth kErfGelu = {
+    "erf_gelu", [](double x) { return x == -INFINITY ? 0.0 : 0.5 * x * std::erfc(-x / std::numbers::sqrt2); },
+    [](double x, double expected) {
+      return (20.0 + 4.0 * x * x) * 0x1p-24 * std::fabs(expected) +
+             (x < -12.0 ? 1e-35 : 0x1p-125 * std::fabs(x));
+    },
+    erf_gelu_f32_f32_reference};
+
+constexpr double kQuick = static_cast<double>(kQuickGelu);
+
+constexpr Truth kQuickGeluTruth = {
+    "quick_gelu",
+    [](double x) { return std::isinf(x) ? std::max(x, 0.0) : x / (1.0 + std::exp(-kQuick * x)); },
+    [](double x, double expected) {
+      return (6.0 + 2.0 * std::clamp(-kQuick * x, 0.0, kLimit)) * 0x1p-24 * std::fabs(expected) +
+             0x1p-125 * std::fabs(x);
+    },
+    quick_gelu_f32_f32_reference};
+
 constexpr Truth kRelu = {"relu", [](double x) { return std::max(x, 0.0); },
                          [](double, double) { return 0.0; }, relu_f32_f32_reference};
 
@@ -205,6 +224,56 @@ void test_clamped_swiglu(ClampedSwigluFunction* function) {
   check(std::isnan(found[0]) && std::isnan(found[1]), [] { return std::string("a NaN is lost"); });
 }
 
+// The sum cancels between positive and negative parts, so that the tolerance is relative to the parts.
+void test_xielu(XieluFunction* function) {
+  const std::vector<float> parameters = {0.8f, 1.3f, 0.5f, -1e-6f};
+  std::vector<float> inputs;
+  for (int i = -20000; i <= 20000; ++i) inputs.push_back(static_cast<float>(i) * 0.003f);
+  for (const float tiny : {0.0f, 1e-40f, 1e-7f, 1e-6f, 1e-5f, 1e-3f})
+    inputs.insert(inputs.end(), {tiny, -tiny});
+  const GuardedBuffer<float> given(inputs), found(inputs.size());
+  function(given.data(), parameters.data(), found.data(), found.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const double x = static_cast<double>(inputs[i]), beta = 0.5, eps = static_cast<double>(parameters[3]);
+    const double positive = static_cast<double>(parameters[0]) * x * x;
+    const double negative = static_cast<double>(parameters[1]) * (std::expm1(std::min(x, eps)) - x);
+    const double curved = x > 0.0 ? positive : negative, expected = curved + beta * x;
+    const double bound = 8.0 * 0x1p-24 * (std::fabs(curved) + std::fabs(x)) + 1e-13;
+    check(std::fabs(static_cast<double>(found[i]) - expected) <= bound,
+          [&] { return "xielu(" + std::to_string(x) + ") is " + std::to_string(found[i]); });
+  }
+  std::vector<float> reference(inputs.size());
+  xielu_f32_f32_reference(inputs.data(), parameters.data(), reference.data(), inputs.size());
+  check_same(found.data(), reference.data(), inputs.size(), "against the reference");
+  for (const std::size_t count : kCounts) {
+    const GuardedBuffer<float> some(Random(3).floats(count, 9.0f)), out(count);
+    function(some.data(), parameters.data(), out.data(), count);
+    std::vector<float> expected(count);
+    xielu_f32_f32_reference(some.data(), parameters.data(), expected.data(), count);
+    check_same(out.data(), expected.data(), count, std::to_string(count) + " elements");
+  }
+}
+
+void test_thresholded_relu(ThresholdFunction* function) {
+  const float nan = std::numeric_limits<float>::quiet_NaN(),
+              infinity = std::numeric_limits<float>::infinity();
+  for (const std::size_t count : kCounts) {
+    std::vector<float> input = Random(3).floats(count, 2.0f);
+    const float specials[] = {0.25f, std::nextafter(0.25f, 1.0f), std::nextafter(0.25f, 0.0f), infinity,
+                              -infinity};
+    for (std::size_t i = 0; i < std::min(count, std::size(specials)); ++i) input[i] = specials[i];
+    const GuardedBuffer<float> given(input), found(count);
+    function(given.data(), std::nextafter(0.25f, 1.0f), found.data(), count);
+    for (std::size_t i = 0; i < count; ++i) {
+      check(found[i] == (input[i] > 0.25f ? input[i] : 0.0f),
+            [&] { return std::to_string(input[i]) + " becomes " + std::to_string(found[i]); });
+    }
+  }
+  float found = 0.0f;
+  function(&nan, 0.25f, &found, 1);
+  check(std::isnan(found), [] { return std::string("a NaN is lost"); });
+}
+
 void test_every_half(WidenFunction* function) {
   const GuardedBuffer<std::uint16_t> halves(0x10000);
   const GuardedBuffer<float> found(0x10000);
@@ -241,7 +310,11 @@ void test_elementwise(Suite& suite) {
   suite.run_rows(sigmoid_f32_f32, "from 0 to 1", test_sigmoid_ends);
   suite.run_rows(exp_f32_f32, kUnary, test_unary<kExp>);
   suite.run_rows(gelu_f32_f32, kUnary, test_unary<kGelu>);
+  suite.run_rows(erf_gelu_f32_f32, kUnary, test_unary<kErfGelu>);
+  suite.run_rows(quick_gelu_f32_f32, kUnary, test_unary<kQuickGeluTruth>);
+  suite.run_rows(xielu_f32_f32, kUnary, test_xielu);
   suite.run_rows(relu_f32_f32, kUnary, test_unary<kRelu>);
+  suite.run_rows(thresholded_relu_f32_f32, "the definition, any count", test_thresholded_relu);
   suite.run_rows(softplus_f32_f32, kUnary, test_unary<kSoftplus>);
   suite.run_rows(tanh_f32_f32, kUnary, test_unary<kTanh>);
   suite.run_rows(gelu_mul_f32_f32_f32, "bits of gelu and a product", test_gelu_mul);

@@ -277,6 +277,83 @@ void test_state_space(StateSpaceFunction* function) {
   }
 }
 
+// A selective scan of 40 rows, in chunks, and its result in double precision.
+struct Scan {
+  Scan(std::size_t channels, std::size_t state_dim)
+      : channels(channels),
+        state_dim(state_dim),
+        x(Random(1).floats(kRows * channels, 1.0f)),
+        step(Random(2).floats(kRows * channels, 1.0f)),
+        bc(Random(3).floats(kRows * 2 * state_dim, 1.0f)),
+        rates(Random(4).floats(state_dim * channels, 1.0f)),
+        skip(Random(5).floats(channels, 1.0f)),
+        state(Random(6).floats(state_dim * channels, 1.0f)) {
+    for (float& s : step) s = std::fabs(s);
+    for (float& a : rates) a = -4.0f * std::fabs(a);
+    rates[0] = -300.0f;  // its decay is 0
+  }
+
+  std::pair<std::vector<float>, std::vector<float>> run(SelectiveScanFunction* function,
+                                                        std::size_t chunk) const {
+    const GuardedBuffer<float> left(x), steps(step), columns(bc), of_rates(rates), skips(skip);
+    const GuardedBuffer<float> states(state), out(x.size());
+    for (std::size_t first = 0; first < kRows; first += chunk) {
+      const SelectiveScanArgs args = {.x = left.data() + first * channels,
+                                      .step = steps.data() + first * channels,
+                                      .bc = columns.data() + first * 2 * state_dim,
+                                      .rates = of_rates.data(),
+                                      .skip = skips.data(),
+                                      .state = states.data(),
+                                      .out = out.data() + first * channels,
+                                      .rows = std::min(chunk, kRows - first),
+                                      .channels = channels,
+                                      .state_dim = state_dim};
+      for (std::size_t item = convolution_items(channels); item-- > 0;) function(args, item, item + 1);
+    }
+    return {out.copy(), states.copy()};
+  }
+
+  std::vector<double> truth() const {
+    std::vector<double> states(state.begin(), state.end()), out(x.size());
+    for (std::size_t row = 0; row < kRows; ++row) {
+      for (std::size_t d = 0; d < channels; ++d) {
+        const double u = static_cast<double>(x[row * channels + d]);
+        const double dt = static_cast<double>(step[row * channels + d]);
+        double& y = out[row * channels + d] = static_cast<double>(skip[d]) * u;
+        for (std::size_t n = 0; n < state_dim; ++n) {
+          const double b = static_cast<double>(bc[row * 2 * state_dim + n]);
+          const double c = static_cast<double>(bc[row * 2 * state_dim + state_dim + n]);
+          double& s = states[n * channels + d];
+          s = std::exp(dt * static_cast<double>(rates[n * channels + d])) * s + b * dt * u;
+          y += c * s;
+        }
+      }
+    }
+    return out;
+  }
+
+  static constexpr std::size_t kRows = 40;
+  std::size_t channels, state_dim;
+  std::vector<float> x, step, bc, rates, skip, state;
+};
+
+void test_selective_scan(SelectiveScanFunction* function) {
+  for (const std::size_t channels : {1u, 15u, 16u, 17u, 64u, 65u, 130u}) {
+    for (const std::size_t state_dim : {1u, 5u, 16u}) {
+      const Scan scan(channels, state_dim);
+      const auto [expected, state] = scan.run(selective_scan_f32_f32_reference, Scan::kRows);
+      const std::string what =
+          std::to_string(channels) + " channels, " + std::to_string(state_dim) + " states";
+      check_near(expected, scan.truth(), 1e-5, what);
+      for (const std::size_t chunk : {1u, 7u, 40u}) {
+        const auto [found, found_state] = scan.run(function, chunk);
+        check_same(found.data(), expected.data(), found.size(), what);
+        check_same(found_state.data(), state.data(), state.size(), what + ", state");
+      }
+    }
+  }
+}
+
 struct Convolved {
   std::vector<float> out, state;
 };
@@ -337,6 +414,8 @@ void test_linear_attention(Suite& suite) {
   suite.run_rows(gated_delta_rule_f32_f32, "the same bits on all", test_delta_rule_bits);
   suite.run_rows(state_space_f32_f32, "double precision, and bits of the reference, in any chunks",
                  test_state_space);
+  suite.run_rows(selective_scan_f32_f32, "double precision, and bits of the reference, in any chunks",
+                 test_selective_scan);
   suite.run_rows(gated_delta_rule_f32_f32, "NaNs and infinities reach no earlier row", test_not_a_number);
 }
 

@@ -94,7 +94,7 @@ class WithoutCaches(OddBackend):
 
 @breaks("description")
 class WithUnknownCaches(OddBackend):
-    cache_dtypes = ("bfloat16",)
+    cache_dtypes = ("float64",)
 
 
 @breaks("support")

@@ -19,6 +19,7 @@ from chunkrt.graph.uses import canonical_name, use_of, uses
 
 OPS = {
     "add": {"Add"},
+    "add_positions": {"AddPositions"},
     "cached_attention": {"CachedAttention", "RawKeyAttention"},
     "concat": {"Concat"},
     "embedding": {"Gather"},
@@ -27,18 +28,23 @@ OPS = {
     "gather_rows": {"Gather"},
     "gelu_mul": {"GeluMul"},
     "head_norm": {"HeadNorm"},
+    "layer_norm": {"LayerNormalization"},
     "linear": {"MatMul"},
     "linear_attention": {"LinearAttention"},
     "logits": {"MatMul"},
     "mul": {"Mul"},
+    "quick_gelu": {"QuickGelu"},
     "relu": {"Relu"},
     "rms_norm": {"RMSNormalization"},
     "routed_experts": {"RoutedExperts"},
+    "selective_scan": {"SelectiveScan"},
     "sigmoid": {"Sigmoid"},
     "silu_mul": {"SiluMul"},
     "softplus": {"Softplus"},
     "split": {"Split"},
     "tanh": {"Tanh"},
+    "thresholded_relu": {"ThresholdedRelu"},
+    "xielu": {"Xielu"},
 }
 """ONNX operators of each name's uses; both products of a gate stand for several nodes."""
 
@@ -71,7 +77,8 @@ def test_raw_key_attention_is_marked_by_an_attribute():
     ("domain", "op", "name"),
     [
         ("", "RMSNormalization", "rms_norm"),
-        ("", "LayerNormalization", "layer_normalization"),
+        ("", "LayerNormalization", "layer_norm"),
+        ("", "GroupNormalization", "group_normalization"),
         ("chunkrt", "AllReduce", "all_reduce"),
         ("chunkrt", "HeadNorm", "head_norm"),
         ("chunkrt.native", "Linear", "linear"),

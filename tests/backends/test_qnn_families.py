@@ -32,6 +32,7 @@ OPERATORS_OF = {
     "gemma4_experts": {"MatMul"},
     "glm": {"Sigmoid"},
     "glm4": {"Sigmoid"},
+    "gpt2": {"Gelu", "LayerNormalization"},
     "gpt_oss": {"Add"},
     "granite": {"Sigmoid"},
     "granite_hybrid_mamba": {"Sigmoid"},
@@ -46,6 +47,7 @@ OPERATORS_OF = {
     "nemotron_h": {"Relu"},
     "olmo2": {"Sigmoid"},
     "olmo3": {"Sigmoid"},
+    "opt": {"LayerNormalization", "Relu"},
     "phi3_window_5": {"Sigmoid"},
     "qwen2": {"Sigmoid"},
     "qwen3": {"Sigmoid"},
@@ -67,7 +69,8 @@ def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
     with chunkrt.load(checkpoint(name), chunk_length=CHUNK, **options) as engine:
         subgraph = next(subgraph for subgraph in engine.plan.subgraphs if subgraph.name == SUBGRAPH)
         values = run_up_to(engine, subgraph, tokens[:CHUNK])
-        assert {node.op for node in subgraph.nodes} >= OPERATORS_OF[name] | {"MatMul", "RMSNormalization"}
+        assert {node.op for node in subgraph.nodes} >= OPERATORS_OF[name] | {"MatMul"}
+        assert {node.op for node in subgraph.nodes} & {"LayerNormalization", "RMSNormalization"}
         backend = QnnBackend(find_soc("SM8650"), contexts=tmp_path / "contexts")
         executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.loaded.weights)
     found = {output: np.zeros_like(values[output]) for output in subgraph.outputs}

@@ -14,12 +14,13 @@ from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import stored_weights, write_weights
+from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.ops import current_trace, trace
 from chunkrt.graph.partition import partition
 from chunkrt.quant.scheme import SCHEMES
 
-ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 5, 2
+ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 6, 2
 BIASES = ("selection_bias", "gate_up_bias", "down_bias")
 
 
@@ -50,7 +51,7 @@ def draw(biases=()):
     shapes["down"] = (EXPERTS, INNER, WIDTH)
     shapes |= {"gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, WIDTH)}
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    weights["selection_bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0])
+    weights["selection_bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0, -0.25])
     return {name: values for name, values in weights.items() if name in biases or name not in BIASES}
 
 
@@ -63,6 +64,9 @@ def row_by_row(
     norm_epsilon=0.0,
     swiglu_alpha=1.0,
     swiglu_limit=0.0,
+    num_groups=1,
+    top_groups=1,
+    best_of_group=1,
 ):
     """Compute the definition in float64; the selection bias takes part in the choice of experts alone."""
     hidden, router, gate_up, down = (weights[n].astype(np.float64) for n in ("hidden", "router", "gate_up", "down"))
@@ -72,7 +76,10 @@ def row_by_row(
         if use_sigmoid:
             probabilities = 1 / (1 + np.exp(-router[row]))
         values = probabilities + weights.get("selection_bias", 0)
-        picked = sorted(range(EXPERTS), key=lambda expert: -values[expert])[:TOP]
+        groups = np.split(np.arange(EXPERTS), num_groups)
+        ranks = [sum(sorted(values[group])[-best_of_group:]) for group in groups]
+        best = sorted(range(num_groups), key=lambda group: -ranks[group])[:top_groups]
+        picked = sorted(np.concatenate([groups[group] for group in best]), key=lambda expert: -values[expert])[:TOP]
         total = probabilities[picked].sum() + norm_epsilon if norm_topk_prob else 1
         for expert in picked:
             both = hidden[row] @ gate_up[expert]
@@ -106,6 +113,10 @@ RULES = [
     {"biases": ["selection_bias"]},
     {"use_sigmoid": True, "biases": ["selection_bias"], "norm_epsilon": 0.25},
     {"biases": ["gate_up_bias", "down_bias"], "swiglu_alpha": 1.75, "swiglu_limit": 0.75},
+    {"num_groups": 3, "top_groups": 1},
+    {"num_groups": 3, "top_groups": 2, "best_of_group": 2},
+    {"use_sigmoid": True, "biases": ["selection_bias"], "num_groups": 2, "top_groups": 1, "best_of_group": 2},
+    {"use_sigmoid": True, "biases": ["selection_bias"], "num_groups": 6, "top_groups": 3},
 ]
 
 
@@ -215,15 +226,15 @@ def test_quantised_schemes_apply_the_rules(rule, norm_topk_prob, backend, tmp_pa
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_first_of_equal_experts_are_picked(backend, tmp_path):
     plan, weights, scheme = plan_of(norm_topk_prob=False), draw(), SCHEMES["w8a8-dynamic"]
-    weights["router"][:] = [0, 1, 1, 0, 1]
+    weights["router"][:] = [0, 1, 1, 0, 1, 0]
     store = store_of(plan, scheme, weights, tmp_path)
     executable = backend().compile(experts_of(plan), plan, ROWS, scheme, store)
     found = run(executable, experts_of(plan), range(ROWS), WIDTH)
-    weights["router"][:] = [0, 1, 1, 0, 0.9375]
+    weights["router"][:] = [0, 1, 1, 0, 0.9375, 0]
     others = store_of(plan, scheme, weights, tmp_path)
     executable = backend().compile(experts_of(plan), plan, ROWS, scheme, others)
     expected = run(executable, experts_of(plan), range(ROWS), WIDTH)
-    ratio = np.exp([0, 1, 1, 0, 0.9375]).sum() / np.exp([0, 1, 1, 0, 1]).sum()
+    ratio = np.exp([0, 1, 1, 0, 0.9375, 0]).sum() / np.exp([0, 1, 1, 0, 1, 0]).sum()
     np.testing.assert_allclose(found, expected * ratio, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
@@ -273,6 +284,37 @@ def test_native_is_independent_of_threads_chunks_and_instruction_sets(isa, tmp_p
         executable = NativeBackend(threads=threads).compile(subgraph, plan, chunk, scheme, store)
         parts = [run(executable, subgraph, range(40)[at : at + chunk], 200) for at in range(0, 40, chunk)]
         np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+@pytest.mark.parametrize("isa", isa_parameters())
+def test_native_picks_from_the_best_groups_on_every_instruction_set(isa, tmp_path, monkeypatch):
+    rule = {"num_groups": 4, "top_groups": 2, "best_of_group": 2}
+    plan, scheme = plan_of(norm_topk_prob=True, rows=40, **WIDE, **rule), SCHEMES["w8a8-dynamic"]
+    store, subgraph = store_of(plan, scheme, draw_wide(), tmp_path), experts_of(plan)
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
+    native, reference = (
+        backend.compile(subgraph, plan, 40, scheme, store) for backend in (NativeBackend(threads=2), ReferenceBackend())
+    )
+    rows = [row for row in range(40) if row != NOT_A_NUMBER]
+    found, expected = (run(executable, subgraph, rows, 200) for executable in (native, reference))
+    assert np.sqrt(np.mean((found - expected) ** 2)) <= np.sqrt(np.mean(expected**2)) / 2000
+    together = run(native, subgraph, range(40), 200)
+    np.testing.assert_array_equal(together[rows], found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"num_groups": 5, "top_groups": 2}, "6 experts cannot form 5 groups"),
+        ({"num_groups": 3, "top_groups": 4}, "it cannot pick 4 of 3 groups"),
+        ({"num_groups": 3, "top_groups": 1, "best_of_group": 3}, "cannot rank groups of 2 experts by their 3 best"),
+        ({"num_groups": 6, "top_groups": 1}, "it cannot pick 2 of the 1 experts of 1 groups"),
+        ({"num_groups": 3, "top_groups": 0}, "its groups of experts .* are invalid"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(rule, message):
+    with pytest.raises(ModelError, match=message):
+        plan_of(norm_topk_prob=True, **rule)
 
 
 def test_native_refuses_experts_in_float_by_name():

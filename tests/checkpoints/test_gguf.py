@@ -261,7 +261,7 @@ def test_unknown_tensor_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
-        ({"arch": "mamba"}, {}, "'mamba' is not implemented; supported: .*llama"),
+        ({"arch": "rwkv6"}, {}, "'rwkv6' is not implemented; supported: .*llama"),
         ({"expert_count": 8}, {}, "llama.expert_count = 8"),
         ({"attention.scale": 0.5}, {}, "llama.attention.scale = 0.5"),
         ({"attention.value_length": 64}, {}, "different length"),

@@ -138,6 +138,73 @@ def test_load_ignores_multi_token_prediction_with_one_line(tmp_path, name, caplo
     assert caplog.messages == [said]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_load_ignores_layers_that_predict_more_tokens_with_one_line(tmp_path, name, caplog):
+    num_layers = json.loads((checkpoint(name) / "config.json").read_text())["num_hidden_layers"]
+    tensors = ("eh_proj", "shared_head.norm", "mlp.gate")
+    more = {f"model.layers.{num_layers}.{tensor}.weight": np.ones(2, np.float32) for tensor in tensors}
+    folder = write(tmp_path / "m", name, more=more)
+    with pytest.raises(ModelError, match=f"tensor model.layers.{num_layers}.eh_proj.weight is in the checkpoint"):
+        chunkrt.load(folder, npu="reference", scheme="float")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    expect_logits(folder, name)
+    ignored = f"ignoring 3 tensors of multi-token prediction: model.layers.{num_layers}.* and later"
+    assert caplog.messages == [f"m: one token at a time is predicted; {ignored}"]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("gpt2", ""), ("gpt_bigcode", "transformer.")])
+def test_load_takes_names_and_masks_of_published_gpts(tmp_path, name, prefix):
+    """The first checkpoints contain causal masks, and the later ones a copy of the tied LM head."""
+
+    def rename(tensor):
+        return prefix + tensor.removeprefix("transformer.")
+
+    masks = {"attn.bias": np.tril(np.ones((1, 1, 128, 128), np.float32)), "attn.masked_bias": np.float32([-1e4])}
+    more = {f"{prefix}h.{layer}.{mask}": values for layer in range(3) for mask, values in masks.items()}
+    expect_logits(write(tmp_path / "m", name, rename, more), name)
+
+
+@pytest.mark.parametrize("prefix", ["model.decoder.", "decoder."])
+def test_load_takes_both_prefixes_of_published_opts(tmp_path, prefix):
+    def rename(tensor):
+        return prefix + tensor.removeprefix("model.decoder.")
+
+    expect_logits(write(tmp_path / "m", "opt", rename), "opt")
+
+
+def test_fatrelu_of_a_tiny_threshold_is_relu(tmp_path):
+    """MiniCPM-S has the activation fatrelu, which Transformers lacks."""
+    changes = {"fat": {"hidden_act": "fatrelu", "hidden_act_param": 1e-30}, "plain": {"hidden_act": "relu"}}
+    changes["wide"] = {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
+    found = {}
+    for name, change in changes.items():
+        folder = write(tmp_path / name, "minicpm", config=lambda config, change=change: config | change)
+        with chunkrt.load(folder, npu="native", scheme="w8a8-dynamic") as engine:
+            found[name] = engine.session().prefill(input_ids("minicpm"), logits="all").logits
+    np.testing.assert_array_equal(found["fat"], found["plain"])
+    assert np.abs(found["wide"] - found["plain"]).max() > 0.1
+
+
+def test_dual_chunk_attention_ends_the_context_with_one_line(tmp_path, caplog):
+    """The config is that of Qwen2.5-1M, with smaller numbers."""
+    sizes = {"chunk_size": 112, "local_size": 16, "original_max_position_embeddings": 96}
+
+    def config(known):
+        return known | {"max_position_embeddings": 4096, "dual_chunk_attention_config": sizes}
+
+    folder = write(tmp_path / "m", "qwen2", config=config)
+    with chunkrt.load(folder, npu="reference", scheme="float", cache_dtype="float32") as engine:
+        assert engine.context_length == 96
+        found = engine.session().prefill(input_ids("qwen2"), logits="all").logits
+    np.testing.assert_allclose(found, expected_logits("qwen2"), rtol=0, atol=1e-4)
+    ends = "dual chunk attention is not supported, and changes nothing up to 96 tokens; the context ends there"
+    assert caplog.messages == [f"m: {ends}"]
+    sizes["chunk_size"] = "many"
+    with pytest.raises(ModelError, match="dual_chunk_attention_config: chunk_size is 'many', expected a positive"):
+        chunkrt.load(write(tmp_path / "n", "qwen2", config=config), npu="reference", scheme="float")
+
+
 def write_predicting_gguf(path, name, nextn):
     """Write a GGUF fixture with one more layer, as llama.cpp's converter writes Qwen's multi-token prediction."""
     reader = gguf.GGUFReader(checkpoint(name))

@@ -46,7 +46,7 @@ LLAMA_SHAPES = {
     "output_norm.weight": (HIDDEN,),
 }
 LLAMA_TENSORS = {name: np.zeros(shape, np.float32) for name, shape in LLAMA_SHAPES.items()}
-MAMBA_CONFIG = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 8, "state_size": 16}
+RWKV_CONFIG = {"model_type": "rwkv", "num_hidden_layers": 2, "hidden_size": 8, "state_size": 16}
 
 
 def write_gguf(path, architecture="llama", keys=None, tensors=None, **metadata):
@@ -65,9 +65,9 @@ def write_gguf(path, architecture="llama", keys=None, tensors=None, **metadata):
     return path
 
 
-def write_mamba(folder):
+def write_rwkv(folder):
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MAMBA_CONFIG))
+    (folder / "config.json").write_text(json.dumps(RWKV_CONFIG))
     names = ["backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.A_log", "model.norm.weight"]
     save_file({name: np.zeros(8, np.float32) for name in names}, folder / "model.safetensors")
     return folder
@@ -163,13 +163,13 @@ def test_unknown_gguf_architecture(tmp_path, command):
 
 
 def test_unknown_hugging_face_folder(tmp_path, command):
-    folder = write_mamba(tmp_path / "mamba")
+    folder = write_rwkv(tmp_path / "rwkv")
     report = check_support(folder)
-    assert (report.format, report.architecture, report.module) == ("safetensors", "mamba", "")
+    assert (report.format, report.architecture, report.module) == ("safetensors", "rwkv", "")
     assert sorted(report.known) == sorted(FAMILIES)
     assert report.sizes == {"layers": 2, "hidden size": 8}
     assert report.tensors.unread == ["backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.A_log"]
-    assert report.gaps[0] == "architecture 'mamba'"
+    assert report.gaps[0] == "architecture 'rwkv'"
     assert command("support", folder).status == 3
 
 
@@ -253,7 +253,7 @@ def test_gguf_without_a_valid_config_is_incomplete(tmp_path):
     [
         ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
         ("llama_gqa", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
-        ("llama_gqa", {"sliding_window": 5, "hidden_act": "relu"}, {"sliding_window", "hidden_act"}),
+        ("llama_gqa", {"sliding_window": 5, "hidden_act": "mish"}, {"sliding_window", "hidden_act"}),
         ("gemma3_window_5", {"use_bidirectional_attention": True}, {"use_bidirectional_attention"}),
         ("gemma3_window_5", {"layer_types": ["chunked_attention"] * 6}, {"layer_types"}),
     ],
@@ -327,9 +327,9 @@ def test_json_has_the_complete_report(command, tmp_path):
     assert found == json.loads(json.dumps(check_support(checkpoint("lfm2")).to_dict()))
     assert found["gaps"] == []
     assert {operator["name"] for operator in found["operators"]} >= {"LinearAttention[short_conv]", "CachedAttention"}
-    finished = command("support", write_mamba(tmp_path / "mamba"), "--json")
+    finished = command("support", write_rwkv(tmp_path / "rwkv"), "--json")
     assert finished.status == 3
-    assert json.loads(finished.out)["gaps"][0] == "architecture 'mamba'"
+    assert json.loads(finished.out)["gaps"][0] == "architecture 'rwkv'"
 
 
 def test_no_weight_is_read(monkeypatch):
@@ -404,6 +404,7 @@ def test_hostile_config_is_reported_or_refused_at_once(tmp_path, name, key, valu
     ("name", "kind"),
     [
         ("llama_gqa", "dense"),
+        ("glm4_moe", "mixture"),
         ("olmoe", "mixture"),
         ("lfm2", "hybrid"),
         ("qwen3_next_experts", "hybrid mixture"),

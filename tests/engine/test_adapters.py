@@ -32,6 +32,34 @@ def logits_of(engine, adapter=None, ids=IDS):
         return session.prefill(ids, logits="all").logits
 
 
+@pytest.mark.parametrize(("name", "is_transposed"), [("gpt2", True), ("gpt_bigcode", False), ("gpt2_gguf", True)])
+def test_adapter_of_a_gpt_has_the_logits_of_its_merged_weights(tmp_path, name, is_transposed):
+    """PEFT adds B A to a linear's weight, and its transpose to a `Conv1D` of GPT-2 (`fan_in_fan_out`)."""
+    rng, tensor = np.random.default_rng(8), "h.1.mlp.c_fc.weight"
+    a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, 24), (96, 2)))
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_fc"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"fan_in_fan_out": is_transposed}))
+    prefix = "base_model.model.transformer.h.1.mlp.c_fc"
+    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, adapter / WEIGHTS)
+    folder = name.removesuffix("_gguf")
+    shutil.copytree(checkpoint(folder), merged)
+    tensors = {key: values.astype(np.float32) for key, values in load_file(merged / "model.safetensors").items()}
+    key = next(each for each in tensors if each.endswith(tensor))
+    tensors[key] = tensors[key] + 2 * ((b @ a).T if is_transposed else b @ a)
+    save_file(tensors, merged / "model.safetensors")
+    options = {"npu": "reference", "scheme": "float", "cache_dtype": "float32"}
+    with load(merged, **options, adapters=False) as engine:
+        expected = logits_of(engine, ids=input_ids(name))
+    with load(checkpoint(name), **options) as engine:
+        found = logits_of(engine, engine.load_adapter(adapter), input_ids(name))
+    with load(checkpoint(name), **options, adapters=False, adapter=adapter) as engine:
+        compiled = logits_of(engine, ids=input_ids(name))
+    for logits in (found, compiled):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
 def variants(tmp_path, count):
     """Write adapters with other values: every second one has another rank, and some change other modules."""
     generator = np.random.default_rng(5)

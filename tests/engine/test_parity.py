@@ -26,7 +26,7 @@ FAMILY_NAMES += ("lfm2", "qwen3_next", "qwen3_5")
 FAMILY_NAMES += ("smollm3_window", "granite", "granite_hybrid", "minicpm", "ernie4_5_biased", "helium", "glm", "glm4")
 FAMILY_NAMES += ("qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "qwen3_5_moe", "gpt_oss")
 FAMILY_NAMES += ("mamba2", "bamba", "falcon_h1", "nemotron_h", "granite_hybrid_mamba_experts")
-FAMILY_NAMES += ("deepseek_v2", "minicpm3")
+FAMILY_NAMES += ("deepseek_v2", "glm4_moe", "minicpm3", "gpt2", "opt")
 FAMILY_NAMES += ("olmo2", "olmo3", "exaone4_hybrid", "gemma", "gemma2", "gemma4", "lfm3")
 LONGROPE = "phi3_longrope_long"
 

@@ -46,8 +46,10 @@ FOUR_FAMILIES = ("llama_biased", "qwen2", "gemma3_window_5", "phi3_window_5")
 WITH_OTHER_MIXERS = {
     "bamba",
     "falcon_h1",
+    "falcon_mamba",
     "lfm2",
     "lfm3",
+    "mamba",
     "mamba2",
     "nemotron_h",
     "olmo2",
@@ -57,7 +59,8 @@ WITH_OTHER_MIXERS = {
 }
 """Families whose mixers have no sum, or gather, in some layers."""
 WITH_EXPERTS = {"ernie4_5_moe", "granitemoe", "granitemoehybrid", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe"}
-WITH_EXPERTS |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "qwen3_5_moe_text", "qwen3_moe"}
+WITH_EXPERTS |= {"deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_5_moe_text"}
+WITH_EXPERTS |= {"qwen3_moe"}
 """Families with routed experts, which have a sum of their own in addition to that of a shared expert."""
 LLAMA = checkpoint("llama_gqa")
 REAL_NAME = "smollm2-135m-instruct"

@@ -133,8 +133,8 @@ def test_wrong_shape_is_named_beforehand_and_when_read():
 
 def test_unknown_architecture_is_refused_with_the_known_ones():
     source = RandomCheckpoint()
-    source.architecture = "mamba"
-    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported; supported: ") as raised:
+    source.architecture = "rwkv"
+    with pytest.raises(UnsupportedModelError, match="architecture 'rwkv' is not supported; supported: ") as raised:
         build_decoder(source)
     assert all(family in str(raised.value) for family in FAMILIES)
 
@@ -142,7 +142,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; supported: silu"),
         ({"sliding_window": 32}, "sliding_window = 32 is not supported in this family"),
         ({"quantization_config": {"bits": 4}}, "quantised by another library"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),

@@ -37,7 +37,12 @@ def attention_nodes(plan):
     ("name", "changes", "message"),
     [
         ("gemma3_scaled", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
-        ("gemma3_scaled", {"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
+        ("gemma3_scaled", {"hidden_activation": "mish"}, "hidden_act 'mish' is not supported"),
+        ("gemma4_experts", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        ("gpt_bigcode", {"multi_query": False}, "multi_query = False is not supported"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False is not supported"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True is not supported"),
         ("gemma3_scaled", {"rope_parameters": {"rope_theta": 5.0}}, "expected a section for .*'full_attention'"),
         ("gemma3_scaled", {"layer_types": ["chunked_attention"] * 6}, "a layer is 'chunked_attention'"),
         ("phi3_window_5", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without 'short_factor'"),
@@ -76,6 +81,7 @@ def attention_nodes(plan):
         ("gemma4_alike", {"per_layer_config": {"1": {"head_dim": 10}}}, "layers of the kind full_attention differ"),
         ("gemma4_alike", {"per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config has keys other than"),
         ("helium", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is ignored by Transformers"),
+        ("deepseek_v2_groups", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
     ],
 )
 def test_unsupported_feature_is_refused_by_name(name, changes, message):
@@ -121,6 +127,10 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
         ("gemma4", {"global_head_dim": 9}, "4 heads cannot share 1 KV heads of 9"),
         ("gemma4_alike", {"per_layer_config": [1]}, r"per_layer_config is \[1\], expected tables"),
         ("gemma4_experts", {"top_k_experts": 6}, "cannot pick 6 of 5 experts"),
+        ("glm4_moe", {"n_group": 4}, "6 experts cannot form n_group = 4 groups of at least 2"),
+        ("glm4_moe", {"n_group": 6}, "6 experts cannot form n_group = 6 groups of at least 2"),
+        ("deepseek_v2_groups", {"topk_group": 1, "num_experts_per_tok": 4}, "cannot pick 4 of the 3 experts of topk_g"),
+        ("deepseek_v3_groups", {"topk_group": 0}, "topk_group is 0, expected a positive whole number"),
     ],
 )
 def test_invalid_config_is_refused(name, changes, message):

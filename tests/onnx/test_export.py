@@ -7,8 +7,10 @@ from onnx_models import FAMILIES, Window, planned
 from random_folders import write_folder
 
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import resolve
+from chunkrt.onnx.exporting import DynamicSettings, dynamic_model
 
 OTHERS = (
     "llama_tied", "llama_biased", "llama_rope_llama3", "gemma3_rope_parameters", "gemma3_window_120", "qwen2_window",
@@ -16,7 +18,8 @@ OTHERS = (
     "lfm2_biased", "qwen3_5", "qwen3_next_experts", "qwen3_gguf", "smollm3_window", "granite", "granite_hybrid_nope",
     "minicpm", "ernie4_5_biased", "helium", "glm", "glm4", "olmo2", "olmo3", "exaone4_hybrid", "gemma", "gemma2",
     "lfm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "granite_hybrid_mamba_experts",
-    "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe", "gpt_oss", "deepseek_v3", "minicpm3",
+    "apertus", "apertus_gelu",
+    "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe", "gpt_oss", "deepseek_v3_groups", "minicpm3",
 )  # fmt: skip
 
 
@@ -40,6 +43,27 @@ def test_windows_equal_the_uncached_decoder(name, window, keys):
 def test_every_kind_of_decoder_is_exported(name):
     logits = Window(planned(name), **whole(name, 8), dtype="fp32").run(input_ids(name))
     np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("opset", [14, 18, 23])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_by_layer", "opt_norms_behind"])
+def test_learned_positions_are_exported_with_keys_after_rope(name, opset):
+    decoder, settings = planned(name), {**whole(name, 8), "dtype": "fp32", "opset": opset}
+    logits = Window(decoder, **settings, keys="post-rope").run(input_ids(name))
+    np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"has learned positions, .*; use --keys post-rope"):
+        Window(decoder, **settings)
+    with pytest.raises(UnsupportedModelError, match="learned positions, which the dynamic form does not support"):
+        dynamic_model(decoder, DynamicSettings(context=64))
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_selective_scan_is_exported_in_the_opset_of_its_expansion(name):
+    settings = {**whole(name, 8), "dtype": "fp32"}
+    logits = Window(planned(name), **settings, opset=23).run(input_ids(name))
+    np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="is in opset 23; use --opset 23"):
+        Window(planned(name), **settings, opset=18)
 
 
 @pytest.mark.sampled(every=5)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_twins
+import gpt_twins
 import mamba_twins
 import numpy as np
 import recurrent_fixtures
@@ -64,12 +65,63 @@ def _family(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
     return {**_SIZES, "architectures": [architecture], "model_type": name, **changes}
 
 
-def _without_attention(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
-    left_out = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+def _without(name: str, architecture: str, *left_out: str, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in _family(name, architecture, **changes).items() if key not in left_out}
 
 
+def _without_attention(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    left_out = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    return _without(name, architecture, *left_out, **changes)
+
+
+_GPT = {"vocab_size": 53, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 128}
+
+
+def _gpt(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    kept = {key: _SIZES[key] for key in ("bos_token_id", "eos_token_id", "torch_dtype")}
+    return {**kept, **_GPT, "architectures": [architecture], "model_type": name, **changes}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": _gpt("gpt2", "GPT2LMHeadModel"),
+    "gpt2_by_layer": _gpt(
+        "gpt2",
+        "GPT2LMHeadModel",
+        n_inner=36,
+        scale_attn_by_inverse_layer_idx=True,
+        scale_attn_weights=False,
+        activation_function="quick_gelu",
+    ),
+    "gpt_bigcode": _gpt("gpt_bigcode", "GPTBigCodeForCausalLM"),
+    "opt": _without(
+        "opt", "OPTForCausalLM", "intermediate_size", "num_key_value_heads", ffn_dim=36, activation_function="relu"
+    ),
+    "opt_norms_behind": _without(
+        "opt",
+        "OPTForCausalLM",
+        "intermediate_size",
+        "num_key_value_heads",
+        ffn_dim=40,
+        do_layer_norm_before=False,
+        word_embed_proj_dim=16,
+        enable_bias=False,
+        activation_function="gelu",
+    ),
+    "apertus": _family("apertus", "ApertusForCausalLM"),
+    "apertus_gelu": _family("apertus", "ApertusForCausalLM", hidden_act="gelu", attention_bias=True, rope_scaling=None),
+    "mamba": _without_attention("mamba", "MambaForCausalLM", num_hidden_layers=3, state_size=7),
+    "mamba_biased": _without_attention(
+        "mamba",
+        "MambaForCausalLM",
+        state_size=16,
+        time_step_rank=5,
+        expand=1,
+        conv_kernel=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=False,
+    ),
+    "falcon_mamba": _without_attention("falcon_mamba", "FalconMambaForCausalLM", state_size=5, mixer_rms_eps=1e-5),
     "smollm3": _family("smollm3", "SmolLM3ForCausalLM", num_hidden_layers=4),
     "smollm3_window": _family(
         "smollm3",
@@ -383,6 +435,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.8,
         },
     ),
+    "deepseek_v2_groups": _family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        **_LATENT,
+        **_LATENT_EXPERTS | {"n_routed_experts": 12, "num_experts_per_tok": 3},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        head_dim=4,
+    ),
+    "deepseek_v3_groups": _family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENT,
+        **_LATENT_EXPERTS | {"n_routed_experts": 24},  # 8 groups, of which 4 are open
+        first_k_dense_replace=1,
+    ),
+    "glm4_moe": _family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        **_LATENT_EXPERTS | {"n_routed_experts": 6},
+        head_dim=8,
+        n_group=3,
+        topk_group=2,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
     "glm4_moe_lite": _family(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
@@ -591,11 +671,13 @@ GGUF_OF = {
 } | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("gpt_oss", "qwen2_moe_plain", "qwen3_5_moe")}
-MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
+MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba", "mamba2", "nemotron_h")}
 MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
 GGUF_OF |= MAMBA_GGUF
 GEMMA4_GGUF = {f"{name}_gguf": name for name in ("gemma4", "gemma4_experts")}
 GGUF_OF |= GEMMA4_GGUF
+GPT_GGUF = {f"{name}_gguf": name for name in ("gpt2", "gpt_bigcode")}
+GGUF_OF |= GPT_GGUF
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -675,6 +757,8 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
     """Return a tensor under its published name, or one tensor for each expert."""
     for ours, theirs in _RENAMED.items():
         name = name.replace(ours, theirs)
+    if family == "gpt2":  # the first checkpoints lack the prefix
+        name = name.removeprefix("transformer.")
     if family == "nemotron_h" and name.startswith("model."):
         name = f"backbone.{name.removeprefix('model.')}"
     path, _, kind = name.rpartition(".")
@@ -696,12 +780,16 @@ linears."""
 
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
-    if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+    if name.endswith("norm.bias") or (".ln_" in name and name.endswith(".bias")):
+        return drawn * np.float32(0.3)
+    if "norm" in name or ".ln_" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
         if family.startswith("gemma4") and "q_norm" in name:
             drawn = drawn / np.float32(shape[0] ** 0.5)  # scores have no factor of their own
             return drawn * np.float32(0.2) + np.float32(shape[0] ** -0.5)
         has_offset = family in ("gemma", "gemma2") or (family.startswith("qwen3_5") and "linear_attn" not in name)
         return drawn * np.float32(0.2) + np.float32(not has_offset)
+    if name.endswith((".act_fn.beta", ".act_fn.eps")):
+        return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)
     if name.endswith("bias") and ("expert_bias" in name or "e_score" in name):
@@ -727,6 +815,9 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
     if path.parent.name in MAMBA_GGUF:
         mamba_twins.write_gguf(path, known, weights)
+        return
+    if path.parent.name in GPT_GGUF:
+        gpt_twins.write_gguf(path, known, weights)
         return
     if path.parent.name in GEMMA4_GGUF:
         gemma4_twins.write_gguf(path, known, weights)

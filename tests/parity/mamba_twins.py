@@ -16,6 +16,7 @@ Weights = dict[str, NDArray[Any]]
 ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
+    "mamba": "mamba",
     "mamba2": "mamba2",
     "nemotron_h": "nemotron_h",
 }
@@ -34,9 +35,9 @@ def write_gguf(path: Path, known: Any, weights: Weights) -> None:
     writer.add_embedding_length(known.hidden_size)
     writer.add_block_count(num_layers)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    {"mamba2": _add_mamba2, "falcon_h1": _add_falcon_h1, "granitemoehybrid": _add_granite}.get(family, _add_nemotron)(
-        writer, known
-    )
+    {"mamba": _add_mamba, "mamba2": _add_mamba2, "falcon_h1": _add_falcon_h1, "granitemoehybrid": _add_granite}.get(
+        family, _add_nemotron
+    )(writer, known)
     names = gguf.get_tensor_name_map(architecture, num_layers)
     for tensor, stored in _converted(weights, known):
         found = names.get_name(tensor, try_suffixes=(".weight", ".bias")) or tensor
@@ -59,6 +60,18 @@ def _add_sizes(writer: Any, inner: int, heads: int, groups: int, state: int, tap
 def _add_hybrid_sizes(writer: Any, known: Any) -> None:
     inner = known.mamba_n_heads * known.mamba_d_head
     _add_sizes(writer, inner, known.mamba_n_heads, known.mamba_n_groups, known.mamba_d_state, known.mamba_d_conv)
+
+
+def _add_mamba(writer: Any, known: Any) -> None:
+    writer.add_context_length(2**20)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(known.conv_kernel)
+    writer.add_ssm_inner_size(known.intermediate_size)
+    writer.add_ssm_state_size(known.state_size)
+    writer.add_ssm_time_step_rank(known.time_step_rank)
+    writer.add_layer_norm_rms_eps(known.layer_norm_epsilon)
+    writer.add_ssm_dt_b_c_rms(False)
 
 
 def _add_mamba2(writer: Any, known: Any) -> None:
@@ -129,6 +142,10 @@ def _converted(weights: Weights, known: Any) -> list[tuple[str, NDArray[Any]]]:
             weight = _permuted(name, weight, known)
         if name.endswith(".dt_bias"):
             found.append((f"blk.{layer}.ssm_dt.bias", weight))
+        elif name.endswith(".A_log") and known.model_type == "mamba":
+            found.append((f"blk.{layer}.ssm_a", -np.exp(weight.astype(np.float32))))
+        elif name.endswith(".D") and known.model_type == "mamba":
+            found.append((f"blk.{layer}.ssm_d", weight))
         elif name.endswith(".A_log"):
             found.append((f"blk.{layer}.ssm_a", -np.exp(weight.astype(np.float32))[:, None]))
         elif name.endswith(".D"):

@@ -116,6 +116,14 @@ def test_products_equal_those_of_the_values(columns, depth):
     np.testing.assert_array_equal(BlockWeight(blocks).dequantise(), blocks.dequantise().T)
 
 
+def test_quantize_rows_counts_rows_of_tiny_values_as_zero():
+    """127 / 1e-38 is more than float32 holds."""
+    x = np.float32([[1e-38, -2e-38, 0], [2.0**-120, -(2.0**-121), 0]])
+    integers, scale = quantize_rows(x)
+    np.testing.assert_array_equal(integers, [[0, 0, 0], [127, -64, 0]])
+    np.testing.assert_allclose(scale, [[0], [2.0**-120 / 127]], rtol=1e-6)
+
+
 QKV, O_PROJ, GATE_UP, DOWN = (
     f"{LAYER}.{n}_proj.weight" for n in ("self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down")
 )

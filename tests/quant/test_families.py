@@ -42,7 +42,17 @@ NORMED_VALUES = ("gemma4", "gemma4_alike", "gemma4_unified", "minicpm3")
 """Families in which v is normed, or joined from two parts, so that equalisation cannot scale the inputs of o_proj."""
 RECURRENT = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "qwen3_next_experts")
 RECURRENT += ("bamba", "falcon_h1", "granite_hybrid_mamba", "mamba2", "nemotron_h")
-EXPERTS = ("ernie4_5_moe", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe")
+EXPERTS = (
+    "deepseek_v3_groups",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "granitemoeshared",
+    "lfm2_moe",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_moe",
+)
 EXPERTS += ("deepseek_v2", "gpt_oss", "granite_hybrid_mamba_experts", "gemma4_experts")
 """Families whose foldings are tested in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}

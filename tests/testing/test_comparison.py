@@ -128,6 +128,12 @@ def test_comparison_of_a_right_decoder_finds_no_difference(name: str, chunk_leng
     assert {value.layer for value in found.values} == {None, *range(6 if name == GEMMA else 3)}
 
 
+@pytest.mark.parametrize("name", ["opt_norms_behind", "falcon_mamba", "glm4_moe"])
+def test_comparison_takes_positions_constants_and_stacked_experts(name: str) -> None:
+    """OPT's table gives a sum here, a norm of Falcon Mamba has no weight, and Transformers stacks experts."""
+    assert compared(checkpoint(name), name, chunk_length=5).is_equal
+
+
 def test_comparison_under_a_scheme_shows_the_errors_of_linears() -> None:
     found = compared(checkpoint(LLAMA), LLAMA, scheme="w8a8-dynamic")
     linears = [value.error for value in found.values if value.operator == "MatMul"]

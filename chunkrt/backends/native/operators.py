@@ -16,7 +16,7 @@ from chunkrt.engine_directory.store import (
     WeightStore,
     pack,
 )
-from chunkrt.graph.operators import column_ranges
+from chunkrt.graph.operators import EXPERT_GROUPS, column_ranges
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph, reads_shared_cache
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
@@ -88,13 +88,13 @@ class Lowering:
 
 def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     """Return the reason why a node of a known operator cannot be lowered; empty if it can."""
-    if node.op == "Gelu" and (approximation := node.attributes.get("approximate", "none")) != "tanh":
-        return f"native supports Gelu with the tanh approximation only, not {approximation!r}"
+    if node.op == "Gelu" and (approximation := node.attributes.get("approximate", "none")) not in ("none", "tanh"):
+        return f"Gelu has the approximations 'none' and 'tanh', not {approximation!r}"
     rank = len(plan.tensors[node.inputs[0]].shape)
     axis = node.attributes.get("axis")
     if node.op == "Gather" and axis not in (None, 0):
         return f"native gathers rows (axis 0) only, not axis {axis}"
-    if node.op in ("Concat", "Split", "RMSNormalization") and axis not in (-1, rank - 1):
+    if node.op in ("Concat", "Split", "LayerNormalization", "RMSNormalization") and axis not in (-1, rank - 1):
         return f"native supports {node.op} over the last axis only, not over axis {axis} of {rank}"
     if node.op in ("MatMul", "ShadowLinear") and plan.tensors[node.inputs[1]].kind != "weight":
         return f"native multiplies by weights only; {node.inputs[1]!r} is computed"
@@ -125,17 +125,45 @@ _CALLS: dict[str, Callable[..., int]] = {
     "add": ProgramBuilder.add,
     "mul": ProgramBuilder.mul,
     "sigmoid": ProgramBuilder.sigmoid,
-    "gelu": ProgramBuilder.gelu,
+    "quick_gelu": ProgramBuilder.quick_gelu,
+    "xielu": ProgramBuilder.xielu,
+    "add_positions": ProgramBuilder.add_positions,
+    "selective_scan": ProgramBuilder.selective_scan,
     "relu": ProgramBuilder.relu,
     "softplus": ProgramBuilder.softplus,
     "tanh": ProgramBuilder.tanh,
     "silu_mul": ProgramBuilder.silu_mul,
-    "gelu_mul": ProgramBuilder.gelu_mul,
 }
 """Operators that take their nodes' inputs, and no attributes."""
 
 for _operator, _call in _CALLS.items():
     operators.register(_operator, NATIVE)(_emitter(_call))
+
+
+@operators.register("thresholded_relu", NATIVE)
+def _thresholded_relu(lowering: Lowering, node: Node) -> list[int]:
+    (value,) = lowering.values(node)
+    return [lowering.builder.thresholded_relu(value, _number(node.attributes["alpha"]))]
+
+
+@operators.register("gelu", NATIVE)
+def _gelu(lowering: Lowering, node: Node) -> list[int]:
+    (value,) = lowering.values(node)
+    return [lowering.builder.gelu(value) if _is_tanh(node) else lowering.builder.erf_gelu(value)]
+
+
+@operators.register("gelu_mul", NATIVE)
+def _gelu_mul(lowering: Lowering, node: Node) -> list[int]:
+    builder, (value,) = lowering.builder, lowering.values(node)
+    if _is_tanh(node):
+        return [builder.gelu_mul(value)]
+    width = lowering.width(node.inputs[0]) // 2
+    gate, up = builder.columns(value, 0, width), builder.columns(value, width, width)
+    return [builder.mul(builder.erf_gelu(gate), up)]
+
+
+def _is_tanh(node: Node) -> bool:
+    return node.attributes.get("approximate", "none") == "tanh"
 
 
 @operators.register("gather_share", NATIVE)
@@ -154,6 +182,12 @@ def _pick_columns(lowering: Lowering, node: Node) -> list[int]:
 def _rms_normalization(lowering: Lowering, node: Node) -> list[int]:
     value, weight = lowering.values(node)
     return [lowering.builder.rms_norm(value, weight, _number(node.attributes.get("epsilon", 1e-5)))]
+
+
+@operators.register("layer_norm", NATIVE)
+def _layer_normalization(lowering: Lowering, node: Node) -> list[int]:
+    value, weight, bias = lowering.values(node)
+    return [lowering.builder.layer_norm(value, weight, bias, _number(node.attributes["epsilon"]))]
 
 
 @operators.register("head_norm", NATIVE)
@@ -226,6 +260,7 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
         swiglu_alpha=_number(node.attributes.get("swiglu_alpha", 1.0)),
         swiglu_limit=_number(node.attributes.get("swiglu_limit", 0.0)),
         uses_gelu=bool(_number(node.attributes.get("uses_gelu", 0))),
+        **{name: int(_number(node.attributes.get(name, 1))) for name in EXPERT_GROUPS},
     )
     return [value]
 
@@ -287,6 +322,12 @@ def _short_conv(lowering: Lowering, node: Node) -> list[int]:
     return [builder.short_conv(value(bcx), value(weight), lowering.optional_value(bias), value(conv_state))]
 
 
+def _silu_conv(lowering: Lowering, node: Node) -> list[int]:
+    x, _, _, weight, bias, conv_state = node.inputs[:6]
+    builder, value = lowering.builder, lowering.value
+    return [builder.silu_conv(value(x), value(weight), lowering.optional_value(bias), value(conv_state))]
+
+
 def _gated_delta_rule(lowering: Lowering, node: Node) -> list[int]:
     qkv, gate, beta, weight, bias, conv_state, recurrent_state = node.inputs
     num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm = (
@@ -332,7 +373,8 @@ def _mamba2(lowering: Lowering, node: Node) -> list[int]:
     return [value]
 
 
-linear_attentions.update(short_conv=_short_conv, gated_delta_rule=_gated_delta_rule, mamba2=_mamba2)
+linear_attentions.update(short_conv=_short_conv, silu_conv=_silu_conv)
+linear_attentions.update(gated_delta_rule=_gated_delta_rule, mamba2=_mamba2)
 
 
 def _number(attribute: Attribute) -> float:

@@ -116,7 +116,37 @@ ShadowLinear (x, weight, step, weight_scale) => (y)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selection_bias) => (weights)
+InBestGroups <num_groups, top_groups, best_of_group> (values) => (kept)
+{
+    # the values of experts [T, E]; those outside of the best groups become less than all others
+    one = Constant <value_ints = [1]> ()
+    last = Constant <value_ints = [-1]> ()
+    copied = Constant <value_ints = [0]> ()
+    groups_scalar = Constant <value_int: int = @num_groups> ()
+    num_groups = Reshape (groups_scalar, one)
+    by_group = Concat <axis = 0> (copied, num_groups, last)
+    groups = Reshape (values, by_group)
+    best_scalar = Constant <value_int: int = @best_of_group> ()
+    num_best = Reshape (best_scalar, one)
+    best, best_places = TopK <axis = -1> (groups, num_best)
+    ranks = ReduceSum <keepdims = 0> (best, last)
+    open_scalar = Constant <value_int: int = @top_groups> ()
+    num_open = Reshape (open_scalar, one)
+    open_ranks, open_groups = TopK <axis = -1> (ranks, num_open)
+    large = Constant <value_float = 1e9> ()
+    zeros = Sub (ranks, ranks)
+    closed = Sub (zeros, large)
+    opened = Sub (open_ranks, open_ranks)
+    penalties = ScatterElements <axis = -1> (closed, open_groups, opened)
+    penalty_of_group = Unsqueeze (penalties, last)
+    kept_groups = Add (groups, penalty_of_group)
+    all_experts = Concat <axis = 0> (copied, last)
+    kept = Reshape (kept_groups, all_experts)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, num_groups, top_groups, best_of_group>
+    (router_logits, selection_bias) => (weights)
 {
     # every row's weights of all experts [T, E]: the scores of the picked ones (of equals the first), 0 of the others
     one = Constant <value_ints = [1]> ()
@@ -126,7 +156,9 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
     is_squashed_int = Constant <value_int: int = @use_sigmoid> ()
     is_squashed = Cast <to = 9> (is_squashed_int)
     scores = Where (is_squashed, squashed, probabilities)
-    values = Add (scores, selection_bias)
+    biased = Add (scores, selection_bias)
+    values = chunkrt.InBestGroups <num_groups: int = @num_groups, top_groups: int = @top_groups,
+                                   best_of_group: int = @best_of_group> (biased)
     count_scalar = Constant <value_int: int = @top_k> ()
     count = Reshape (count_scalar, one)
     largest, indices = TopK <axis = -1> (values, count)
@@ -143,7 +175,8 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu>
+RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu,
+    num_groups, top_groups, best_of_group>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias) => (output)
 {
     # all experts of all rows [E, T, H]
@@ -156,13 +189,16 @@ RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, s
     down_products = MatMul (gated, down)
     results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
-                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
+                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon,
+                             num_groups: int = @num_groups, top_groups: int = @top_groups,
+                             best_of_group: int = @best_of_group>
                             (router_logits, selection_bias)
     output = chunkrt.SumExperts (results, weights)
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu>
+DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu,
+    num_groups, top_groups, best_of_group>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias, gate_up_scale, down_scale)
     => (output)
 {
@@ -176,7 +212,9 @@ DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_a
     down_products = chunkrt.DynamicLinear (gated, down, down_scale)
     results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
-                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
+                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon,
+                             num_groups: int = @num_groups, top_groups: int = @top_groups,
+                             best_of_group: int = @best_of_group>
                             (router_logits, selection_bias)
     output = chunkrt.SumExperts (results, weights)
 }
@@ -416,6 +454,69 @@ GatherShare <first, all_rows> (table, indices) => (output)
     rows = Gather <axis = 0> (table, place)
     column = Unsqueeze (is_here, last_axis)
     output = Where (column, rows, zero_float)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+AddPositions (hidden, table, position) => (output)
+{
+    zero = Constant <value_ints = [0]> ()
+    count = Shape <start = 0, end = 1> (hidden)
+    end = Add (position, count)
+    rows = Slice (table, position, end, zero)
+    output = Add (hidden, rows)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+QuickGelu (x) => (output)
+{
+    alpha = Constant <value_float = 1.702> ()
+    angle = Mul (x, alpha)
+    gate = Sigmoid (angle)
+    output = Mul (x, gate)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+Xielu (x, parameters) => (output)
+{
+    # Elu with alpha = 1 is expm1 for negative values
+    positive_factor, negative_factor, linear_factor, limit = Split <axis = 0, num_outputs = 4> (parameters)
+    zero = Constant <value_float = 0.0> ()
+    linear = Mul (x, linear_factor)
+    square = Mul (x, x)
+    positive = Mul (square, positive_factor)
+    bounded = Min (x, limit)
+    decayed = Elu (bounded)
+    bent = Sub (decayed, x)
+    negative = Mul (bent, negative_factor)
+    is_positive = Greater (x, zero)
+    curved = Where (is_positive, positive, negative)
+    output = Add (curved, linear)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SelectiveScan (x, step, bc, rates, skip, state) => (output, new_state)
+{
+    b, c = Split <axis = 1, num_outputs = 2> (bc)
+    stepped = Mul (step, x)
+    new_state, reads = Scan <num_scan_inputs = 4, body = row
+        (float[n, d] s, float[d] dt, float[d] u, float[n] b_t, float[n] c_t) => (float[n, d] new_s, float[d] y)
+    {
+        first = Constant <value_ints = [0]> ()
+        second = Constant <value_ints = [1]> ()
+        dt_row = Unsqueeze (dt, first)
+        angle = Mul (dt_row, rates)
+        decay = Exp (angle)
+        decayed = Mul (s, decay)
+        u_row = Unsqueeze (u, first)
+        b_column = Unsqueeze (b_t, second)
+        written = Mul (b_column, u_row)
+        new_s = Add (decayed, written)
+        c_row = Unsqueeze (c_t, first)
+        read = MatMul (c_row, new_s)
+        y = Squeeze (read, first)
+    }> (state, step, stepped, b, c)
+    skipped = Mul (x, skip)
+    output = Add (reads, skipped)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>

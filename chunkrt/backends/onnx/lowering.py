@@ -22,6 +22,7 @@ STANDARD = (
     "gather_rows",
     "gelu",
     "gelu_mul",
+    "layer_norm",
     "linear",
     "logits",
     "matmul",
@@ -33,15 +34,20 @@ STANDARD = (
     "softplus",
     "split",
     "tanh",
+    "thresholded_relu",
 )
 FUNCTIONS = (
+    "add_positions",
     "cached_attention",
     "gather_share",
     "float_linear",
     "head_norm",
     "linear_attention",
+    "quick_gelu",
     "routed_experts",
+    "selective_scan",
     "shadow_linear",
+    "xielu",
 )
 
 

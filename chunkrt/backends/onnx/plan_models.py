@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from chunkrt.backends.onnx.functions import CAPPED, CAPPED_WITH_SINKS, SHARED, WITH_SINKS, expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.operators import EXPERT_GROUPS
 from chunkrt.graph.ops import IR_VERSION, OPSET, attribute
 from chunkrt.graph.plan import (
     ATTENTION_OPS,
@@ -43,6 +44,7 @@ _EXPERTS: Mapping[str, Attribute] = {
     "swiglu_alpha": 1.0,
     "swiglu_limit": 0.0,
     "uses_gelu": 0,
+    **dict.fromkeys(EXPERT_GROUPS, 1),
 }
 """Attributes of routed experts that a plan may omit, but a call of a function may not."""
 

@@ -14,7 +14,7 @@ from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph
 from chunkrt.graph.static_attention import HEAD_NORM_OP, PAST_SLOTS
 from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
-OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Relu", "Sigmoid", "Split")
+OPERATORS = ("Add", "Gelu", "LayerNormalization", "MatMul", "Mul", "RMSNormalization", "Relu", "Sigmoid", "Split")
 """Operators of standard ONNX; all except MatMul compute in float16. The NPU ignores Gelu's `approximate`: the exact
 form and the tanh form differ by less than 0.0005, and the steps of float16 around 2 are 0.002."""
 
@@ -61,7 +61,7 @@ def _refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
     for name, tensor in operands.items():
         if tensor.dtype != "float32":
             return f"{node.op} has the {tensor.dtype} operand {name!r}; the NPU takes float32; place it on the CPU"
-    if node.op in ("Split", "RMSNormalization"):
+    if node.op in ("LayerNormalization", "RMSNormalization", "Split"):
         rank = len(operands[node.inputs[0]].shape)
         if (axis := node.attributes.get("axis")) not in (-1, rank - 1):
             what = f"{node.op} of float32 over axis {axis} of {rank}"

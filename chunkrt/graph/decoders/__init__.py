@@ -13,11 +13,13 @@ from typing import Any
 from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import (
+    apertus,
     exaone4,
     falcon_h1,
     gemma,
     gemma4,
     glm,
+    gpt2,
     gpt_oss,
     granite,
     latent,
@@ -32,9 +34,10 @@ from chunkrt.graph.decoders import (
     phi3,
     qwen,
     qwen3_next,
+    selective,
     smollm3,
 )
-from chunkrt.graph.decoders.config import DecoderConfig, read_config
+from chunkrt.graph.decoders.config import DUAL_CHUNKS, DecoderConfig, read_config
 from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
@@ -58,6 +61,7 @@ class Family:
 
 
 FAMILIES = {
+    "apertus": Family(build=apertus.apertus, defaults=apertus.DEFAULTS),
     "bamba": Family(build=mamba.bamba, defaults=mamba.BAMBA_DEFAULTS),
     "deepseek_v2": Family(build=latent.deepseek_v2, defaults=latent.V2_DEFAULTS),
     "deepseek_v3": Family(build=latent.deepseek_v3, defaults=latent.V3_DEFAULTS),
@@ -65,6 +69,7 @@ FAMILIES = {
     "ernie4_5_moe": Family(build=moe.ernie4_5_moe, defaults=moe.ERNIE_DEFAULTS),
     "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
     "falcon_h1": Family(build=falcon_h1.falcon_h1, defaults=falcon_h1.DEFAULTS),
+    "falcon_mamba": Family(build=selective.falcon_mamba, defaults=selective.DEFAULTS),
     "gemma": Family(build=gemma.gemma, defaults=gemma.DEFAULTS),
     "gemma2": Family(build=gemma.gemma2, defaults=gemma.GEMMA2_DEFAULTS),
     "gemma3_text": Family(build=gemma.gemma3, defaults=gemma.GEMMA3_DEFAULTS),
@@ -72,7 +77,10 @@ FAMILIES = {
     "gemma4_unified_text": Family(build=gemma4.gemma4, defaults=gemma4.UNIFIED_DEFAULTS),
     "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
     "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
+    "glm4_moe": Family(build=moe.glm4_moe, defaults=moe.GLM_DEFAULTS),
     "glm4_moe_lite": Family(build=latent.glm4_moe_lite, defaults=latent.GLM_DEFAULTS),
+    "gpt2": Family(build=gpt2.gpt2, defaults=gpt2.DEFAULTS),
+    "gpt_bigcode": Family(build=gpt2.gpt_bigcode, defaults=gpt2.BIGCODE_DEFAULTS),
     "gpt_oss": Family(build=gpt_oss.gpt_oss, defaults=gpt_oss.DEFAULTS),
     "granite": Family(build=granite.granite),
     "granitemoe": Family(build=granite.granite_moe, defaults=granite.MOE_DEFAULTS),
@@ -83,6 +91,7 @@ FAMILIES = {
     "lfm2_moe": Family(build=lfm2.lfm2_moe, defaults=lfm2.MOE_DEFAULTS),
     "lfm3": Family(build=lfm3.lfm3, defaults=lfm3.DEFAULTS),
     "llama": Family(build=llama.llama),
+    "mamba": Family(build=selective.mamba, defaults=selective.DEFAULTS),
     "mamba2": Family(build=mamba.mamba2, defaults=mamba.DEFAULTS),
     "minicpm": Family(build=minicpm.minicpm, defaults=minicpm.DEFAULTS),
     "minicpm3": Family(build=latent.minicpm3, defaults=latent.MINICPM3_DEFAULTS),
@@ -91,6 +100,7 @@ FAMILIES = {
     "olmo2": Family(build=olmo.olmo2, defaults=olmo.DEFAULTS),
     "olmo3": Family(build=olmo.olmo3, defaults=olmo.OLMO3_DEFAULTS),
     "olmoe": Family(build=moe.olmoe, defaults=moe.OLMOE_DEFAULTS),
+    "opt": Family(build=gpt2.opt, defaults=gpt2.OPT_DEFAULTS),
     "phi3": Family(build=phi3.phi3, defaults=phi3.DEFAULTS),
     "qwen2": Family(build=qwen.qwen2, defaults=qwen.DEFAULTS),
     "qwen2_moe": Family(build=moe.qwen2_moe, defaults=moe.QWEN2_DEFAULTS),
@@ -104,18 +114,27 @@ FAMILIES = {
 }
 
 PREDICTION_TENSORS = re.compile(r"^(model\.)?mtp[._]")
-"""Tensors of heads that predict several tokens at once, which Transformers omits as well."""
+LAYER_TENSORS = re.compile(r"^(model\.)?layers\.(\d+)\.")
 
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
 """Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
 
-BODY_PREFIXES = ("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model.", "")
-"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, "" that of Transformers' `AutoModel`,
-and the others are those of composite models."""
+BODY_PREFIXES = (
+    *("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model."),
+    *("model.decoder.", "decoder.", ""),
+)
+"""Prefixes of the body's tensors: "backbone." is that of Mamba and Nemotron-H, the last two before "" are those of OPT,
+"" is that of Transformers' `AutoModel`, and the others are those of composite models."""
+GPT_PREFIXES = ("transformer.", "")
+GPT_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "h": "layers", "ln_f": "norm"}
+"""Prefixes and names of the body's parts in GPT-2 and GPT-BigCode."""
 INNER_HEAD = "language_model.lm_head."
 
-UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")
-"""Tensors that may be ignored: buffers of old exports that the config determines, and the copy of a tied LM head."""
+UNUSED_TENSORS = re.compile(
+    r"rotary_emb\.inv_freq|^(transformer\.)?h\.\d+\.attn\.(masked_)?bias$|^(language_model\.)?lm_head\.weight$"
+)
+"""Tensors that may be ignored: buffers of old exports that the config determines (GPT-2's are causal masks), and the
+copy of a tied LM head."""
 
 
 def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
@@ -129,7 +148,7 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
         ModelError: a tensor is missing, has a shape that differs from the config's, or is not read.
         ConfigError: the ranks cannot share a linear evenly.
     """
-    decoder, _ = make_decoder(source, ranks)
+    decoder, config = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder.parameters(), source)
     with naming_plugin(source.architecture):
         if missing:
@@ -146,8 +165,15 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             )
         for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
             checked.check(source)
-    if left_out := [name for name in source.names() if PREDICTION_TENSORS.match(name)]:
-        log.warning(LEFT_OUT, source.path.name, len(left_out), "mtp.*")
+    if config.raw.get(DUAL_CHUNKS) is not None and config.context_length < config.count("max_position_embeddings"):
+        log.warning(
+            "%s: dual chunk attention is not supported, and changes nothing up to %d tokens; the context ends there",
+            source.path.name,
+            config.context_length,
+        )
+    if left_out := prediction_tensors(source):
+        layer = LAYER_TENSORS.match(left_out[0])
+        log.warning(LEFT_OUT, source.path.name, len(left_out), f"{layer[0]}* and later" if layer else "mtp.*")
     return decoder
 
 
@@ -264,13 +290,28 @@ def stored_names(source: TensorSource) -> dict[str, str]:
     stored = {name: name for name in names}
     prefix = next((p for p in BODY_PREFIXES if any(name.startswith(f"{p}layers.0.") for name in names)), None)
     if prefix is None:
-        return stored
+        return stored | _names_of_gpt(names)
     for name in names:
         if name.startswith(INNER_HEAD):
             stored.setdefault(f"lm_head.{name.removeprefix(INNER_HEAD)}", name)
         elif name.startswith(prefix):
             stored.setdefault(f"model.{name.removeprefix(prefix)}", name)
     return stored
+
+
+def _names_of_gpt(names: Iterable[str]) -> dict[str, str]:
+    """Map names in a causal text decoder to those of GPT-2's checkpoints."""
+    names = list(names)
+    prefix = next((p for p in GPT_PREFIXES if any(name.startswith(f"{p}h.0.") for name in names)), None)
+    if prefix is None:
+        return {}
+    found: dict[str, str] = {}
+    for name in names:
+        inner = name.removeprefix(prefix)
+        part, _, rest = inner.partition(".")
+        if name.startswith(prefix) and part in GPT_NAMES:
+            found |= {f"model.{GPT_NAMES[part]}.{rest}": name, f"{GPT_PREFIXES[0]}{inner}": name}
+    return found
 
 
 def _is_body_alone(source: TensorSource) -> bool:
@@ -286,4 +327,21 @@ def match_tensors(parameters: Iterable[Parameter], source: TensorSource) -> tupl
     missing = {name: parameter for name, parameter in needed.items() if name not in present}
     known = needed.keys() | {name for p in parameters for name in p.replaces}
     unread = [name for name in source.names() if name not in known and not UNUSED_TENSORS.search(name)]
-    return missing, [name for name in unread if not PREDICTION_TENSORS.match(name)]
+    left_out = set(prediction_tensors(source))
+    return missing, [name for name in unread if name not in left_out]
+
+
+def prediction_tensors(source: TensorSource) -> list[str]:
+    """Return the tensors of heads that predict several tokens at once, which Transformers omits as well.
+
+    DeepSeek-V3 and GLM-4.5 store such heads as layers after the last one, and the config states their number.
+    """
+    first, num_heads = (source.config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    are_layers = type(first) is int and type(num_heads) is int
+
+    def predicts(name: str) -> bool:
+        layer = LAYER_TENSORS.match(name)
+        is_later = are_layers and layer is not None and first <= int(layer[2]) < first + num_heads
+        return is_later or PREDICTION_TENSORS.match(name) is not None
+
+    return [name for name in source.names() if predicts(name)]

@@ -25,9 +25,19 @@ EPSILONS = ("norm_eps", "layer_norm_epsilon")
 """Keys of the norms' epsilon in families whose defaults contain them."""
 STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.weight")
 """Endings of the names of tensors with the gates and ups of all experts of a layer."""
+DUAL_CHUNKS = "dual_chunk_attention_config"
+"""Key of dual chunk attention, which limits the distances of RoPE in long contexts (An et al., Training-Free
+Long-Context Scaling of Large Language Models, 2024). It changes nothing up to the length of a chunk, where the context
+ends here; Transformers ignores the key."""
+_DUAL_LIMITS = ("chunk_size", "original_max_position_embeddings")
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "fatrelu": "fatrelu",
+    "xielu": "xielu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }
 """Activations by Hugging Face's names. The variants of the tanh approximation differ only in how they are computed
@@ -39,7 +49,7 @@ class DecoderConfig:
     """Fields common to most families: sizes in elements, counts, and switches; names as in the glossary.
 
     Attributes:
-        activation: "silu" or "gelu_tanh".
+        activation: one of the values of ACTIVATIONS.
         sliding_window: number of keys that a row of a layer with a window sees; 0 if no layer has a window, or if the
             window covers the context.
         norm_offset: offset that norms add to their weights; 1 in families that multiply by 1 + w, unless the checkpoint
@@ -299,7 +309,13 @@ def _context_length(config: Mapping[str, Any], where: str) -> int:
     length = config.get(key)
     if type(length) is int and length > LONGEST_CONTEXT:
         raise ModelError(f"{where}: the config claims a context of {length} tokens; expected at most {LONGEST_CONTEXT}")
-    return _count(config, where, key, most=LONGEST_CONTEXT)
+    length = _count(config, where, key, most=LONGEST_CONTEXT)
+    if (dual := config.get(DUAL_CHUNKS)) is None:
+        return length
+    if not isinstance(dual, Mapping):
+        raise ModelError(f"{where}: {DUAL_CHUNKS} is {dual!r}, expected a table of numbers")
+    limits = [_count(dual, f"{where}, {DUAL_CHUNKS}", each, most=LONGEST_CONTEXT) for each in _DUAL_LIMITS]
+    return min(length, *limits)
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:

@@ -27,7 +27,8 @@ class Mixture:
 
     Attributes:
         width: width of each expert between its gate and down.
-        norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu: see `ops.routed_experts`.
+        norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu, num_groups, top_groups,
+        best_of_group: see `ops.routed_experts`.
         factor: factor of the sum of the routed experts.
         expert_factors: name of the tensor with a factor of each expert's result; empty if there is none.
         router: name of the router's linear.
@@ -50,6 +51,9 @@ class Mixture:
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0
     uses_gelu: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
     factor: float = 1.0
     expert_factors: str = ""
     router: str = "gate"
@@ -126,6 +130,59 @@ def gated_mixture(config: DecoderConfig) -> SparseMixture:
     """Return a mixture whose shared expert has a gate, and a width of its own."""
     shared = FeedForward(replace(config, intermediate_size=config.count("shared_expert_intermediate_size")))
     return SparseMixture(config, shared=shared, has_shared_gate=True)
+
+
+def routed_mixture(config: DecoderConfig) -> Mixture:
+    """Read the keys that DeepSeek's families have."""
+    return Mixture(
+        num_experts=config.count("n_routed_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        width=config.count("moe_intermediate_size"),
+        norm_topk_prob=False,
+        factor=config.number("routed_scaling_factor", 1.0),
+    )
+
+
+def sigmoid_mixture(config: DecoderConfig) -> Mixture:
+    """Return DeepSeek-V3's mixture: sigmoid scores, a bias that selects experts, and groups of experts."""
+    mixture = replace(
+        routed_mixture(config),
+        use_sigmoid=True,
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        norm_epsilon=1e-20,
+        selection_bias="gate.e_score_correction_bias",
+    )
+    return in_groups(config, mixture, best_of_group=2)
+
+
+def in_groups(config: DecoderConfig, mixture: Mixture, *, best_of_group: int) -> Mixture:
+    """Return a mixture with the groups that `n_group` and `topk_group` state; see `ops.routed_experts`.
+
+    Raises:
+        ModelError: the experts cannot form these groups, or the open groups have fewer experts than a row needs.
+    """
+    groups = config.count("n_group", 1)
+    top = min(config.count("topk_group", 1), groups)
+    if top == groups:
+        return mixture
+    size = mixture.num_experts // groups
+    if mixture.num_experts % groups or size < best_of_group:
+        raise ModelError(
+            f"{config.where}: {mixture.num_experts} experts cannot form n_group = {groups} groups of at least "
+            f"{best_of_group}"
+        )
+    if mixture.top_k > top * size:
+        raise ModelError(
+            f"{config.where}: cannot pick {mixture.top_k} of the {top * size} experts of topk_group = {top} groups"
+        )
+    return replace(mixture, num_groups=groups, top_groups=top, best_of_group=best_of_group)
+
+
+def with_shared_experts(config: DecoderConfig, mixture: Mixture) -> SparseMixture:
+    """Return a mixture and DeepSeek's shared experts, which have no gate."""
+    width = mixture.width * config.count("n_shared_experts")
+    shared = FeedForward(replace(config, intermediate_size=width))
+    return SparseMixture(config, mixture, shared=shared, shared_name="shared_experts")
 
 
 def has_experts(config: DecoderConfig, index: int) -> bool:
@@ -294,6 +351,9 @@ class Experts(Module):
             swiglu_alpha=mixture.swiglu_alpha,
             swiglu_limit=mixture.swiglu_limit,
             uses_gelu=mixture.uses_gelu,
+            num_groups=mixture.num_groups,
+            top_groups=mixture.top_groups,
+            best_of_group=mixture.best_of_group,
             name="partial" if is_split else "experts",
         )
         return ops.all_reduce(routed, name="experts") if is_split else routed

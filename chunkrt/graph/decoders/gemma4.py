@@ -135,6 +135,7 @@ class Gemma4Layer(LayerWithInput):
         self._hidden_size = config.hidden_size
         self._has_experts = config.flag("enable_moe_block")
         if self._has_experts:
+            config.refuse(hidden_activation=config.activation not in ("gelu_tanh", "silu"))
             mixture = Mixture(
                 num_experts=config.count("num_experts"),
                 top_k=config.count("top_k_experts"),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.experts import Mixture, SparseMixture
+from chunkrt.graph.decoders.experts import in_groups, routed_mixture, sigmoid_mixture, with_shared_experts
 from chunkrt.graph.decoders.llama import Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.decoders.minicpm import with_factors
 from chunkrt.graph.modules import Constant, Module, RMSNorm, Share
@@ -80,14 +80,21 @@ LATENT_EPSILON = 1e-6
 
 def deepseek_v2(config: DecoderConfig) -> Module:
     """Build a decoder whose routers use softmax scores."""
+    method = config.raw.get("topk_method")
     config.refuse(
-        topk_method=config.raw.get("topk_method") != "greedy",
+        topk_method=method not in ("greedy", "group_limited_greedy"),
         norm_topk_prob=config.flag("norm_topk_prob"),
         mlp_bias=config.flag("mlp_bias"),
     )
-    mixture = _mixture(config)
+    mixture = routed_mixture(config)
+    if method == "group_limited_greedy":
+        mixture = in_groups(config, mixture, best_of_group=1)
     first = config.count("first_k_dense_replace", least=0)
-    return _decoder(config, lambda index: _mlp(config, mixture, has_experts=index >= first), is_interleaved=True)
+    return _decoder(
+        config,
+        lambda index: with_shared_experts(config, mixture) if index >= first else FeedForward(config),
+        is_interleaved=True,
+    )
 
 
 def deepseek_v3(config: DecoderConfig) -> Module:
@@ -117,38 +124,12 @@ def youtu(config: DecoderConfig) -> Module:
 
 
 def _with_sigmoid(config: DecoderConfig, has_experts: Callable[[int], bool]) -> Module:
-    groups = config.count("n_group", 1)
-    config.refuse(n_group=groups > 1 and config.count("topk_group", 1) < groups)
-    mixture = replace(
-        _mixture(config),
-        use_sigmoid=True,
-        norm_topk_prob=config.flag("norm_topk_prob", True),
-        norm_epsilon=1e-20,
-        selection_bias="gate.e_score_correction_bias",
-    )
+    mixture = sigmoid_mixture(config)
     return _decoder(
         config,
-        lambda index: _mlp(config, mixture, has_experts=has_experts(index)),
+        lambda index: with_shared_experts(config, mixture) if has_experts(index) else FeedForward(config),
         is_interleaved=config.flag("rope_interleave"),
     )
-
-
-def _mixture(config: DecoderConfig) -> Mixture:
-    return Mixture(
-        num_experts=config.count("n_routed_experts"),
-        top_k=config.count("num_experts_per_tok"),
-        width=config.count("moe_intermediate_size"),
-        norm_topk_prob=False,
-        factor=config.number("routed_scaling_factor", 1.0),
-    )
-
-
-def _mlp(config: DecoderConfig, mixture: Mixture, *, has_experts: bool) -> Module:
-    if not has_experts:
-        return FeedForward(config)
-    width = mixture.width * config.count("n_shared_experts")
-    shared = FeedForward(replace(config, intermediate_size=width))
-    return SparseMixture(config, mixture, shared=shared, shared_name="shared_experts")
 
 
 def _decoder(

@@ -7,14 +7,15 @@ table. Source: Touvron et al., LLaMA (2023), section 2.2; Hugging Face's `LlamaF
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.modules import Embedding, HeadNorm, Module, Parameter, RMSNorm
+from chunkrt.graph.modules import Embedding, HeadNorm, LearnedPositions, Module, Parameter, RMSNorm
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import (
     LinearBase,
@@ -119,15 +120,29 @@ class FeedForward(Module):
         self.gate_up_proj = gate_up or MergedColumnParallelLinear(hidden, parts, ranks, bias=bias)
         self.down_proj = down or RowParallelLinear(width, hidden, ranks, bias=bias, factor=config.residual_factor)
         self._activation = config.activation
+        self._threshold = config.number("hidden_act_param", 0.01) if config.activation == "fatrelu" else 0.0
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate, up = ops.split_columns(self.gate_up_proj(hidden), names=["gate", "up"])
-        return self.down_proj(ops.mul(activate(gate, self._activation), up, name="gated"))
+        if self._activation == "fatrelu":
+            active = ops.thresholded_relu(gate, self._threshold)
+        else:
+            active = activate(gate, self._activation)
+        return self.down_proj(ops.mul(active, up, name="gated"))
 
 
 def activate(gate: ir.Value, activation: str) -> ir.Value:
-    """Return the activation of a gate; see `DecoderConfig.activation`."""
-    return ops.gelu_tanh(gate) if activation == "gelu_tanh" else ops.silu(gate)
+    """Return the activation of a gate; see `DecoderConfig.activation`.
+
+    Raises:
+        UnsupportedModelError: the activation has parameters, which only other families read.
+    """
+    if activation in ("fatrelu", "xielu"):
+        raise UnsupportedModelError(
+            f"the activation {activation} is not supported in this family", feature="hidden_act"
+        )
+    functions = {"gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "quick_gelu": ops.quick_gelu, "relu": ops.relu}
+    return functions.get(activation, ops.silu)(gate)
 
 
 def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = False) -> RowParallelLinear:
@@ -178,16 +193,25 @@ NORMS_BEHIND = LayerNames(
 class Layer(Module):
     """Attention and feed-forward, each with norms before or behind it; their results are added to the residual stream.
 
-    `mixer` is attention or the family's replacement for attention. `residuals` names the two sums in the plan.
+    `mixer` is attention or the family's replacement for attention. `make_norm` makes a norm of the residual stream.
+    `residuals` names the two sums in the plan.
     """
 
     residuals = ("attention_residual", "output")
 
-    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, names: LayerNames = NORMS_BEFORE) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mixer: Module,
+        mlp: Module,
+        *,
+        names: LayerNames = NORMS_BEFORE,
+        make_norm: Callable[[DecoderConfig], Module] = norm,
+    ) -> None:
         super().__init__()
         halves = (
-            {names.before_mixer: norm(config), names.mixer: mixer, names.after_mixer: norm(config)},
-            {names.before_mlp: norm(config), names.mlp: mlp, names.after_mlp: norm(config)},
+            {names.before_mixer: make_norm(config), names.mixer: mixer, names.after_mixer: make_norm(config)},
+            {names.before_mlp: make_norm(config), names.mlp: mlp, names.after_mlp: make_norm(config)},
         )
         for half in halves:
             half.pop("", None)
@@ -216,6 +240,8 @@ class Body(Module):
         other_ropes: rotary tables of other kinds of layers, by the names that they get in the plan.
         norm_name: name of the final norm.
         embedding_name: name of the table of embeddings.
+        make_norm: makes the final norm.
+        positions: the table of learned positions, if there is one.
     """
 
     def __init__(
@@ -228,6 +254,8 @@ class Body(Module):
         other_ropes: Mapping[str, RotaryTables] | None = None,
         norm_name: str = "norm",
         embedding_name: str = "embed_tokens",
+        make_norm: Callable[[DecoderConfig], Module] = norm,
+        positions: LearnedPositions | None = None,
     ) -> None:
         super().__init__()
         setattr(
@@ -235,11 +263,12 @@ class Body(Module):
             embedding_name,
             Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale, ranks=config.ranks),
         )
+        self.embed_positions = positions
         self.rope = rope
         for name, tables in (other_ropes or {}).items():
             setattr(self, name, tables)
         self.layers = list(layers)
-        setattr(self, norm_name, norm(config))
+        setattr(self, norm_name, make_norm(config))
         self._norm_name, self._embedding_name = norm_name, embedding_name
 
     def layer_inputs(self, token_ids: ir.Value, embeddings: ir.Value) -> Sequence[tuple[ir.Value, ...]]:
@@ -248,6 +277,8 @@ class Body(Module):
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
         hidden: ir.Value = getattr(self, self._embedding_name)(token_ids)
+        if self.embed_positions is not None:
+            hidden = self.embed_positions(hidden)
         inputs = self.layer_inputs(token_ids, hidden)
         for layer, others in zip(self.layers, inputs or [()] * len(self.layers), strict=True):
             hidden = layer(hidden, *others)

@@ -1,6 +1,7 @@
-"""Qwen2-MoE, Qwen3-MoE, OLMoE and ERNIE 4.5 with experts: the attention of their dense families, and mixtures.
+"""Qwen2-MoE, Qwen3-MoE, OLMoE, ERNIE 4.5 with experts and GLM-4.5: the attention of dense families, and mixtures.
 
-Source: Hugging Face's `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`, `OlmoeForCausalLM`, `Ernie4_5_MoeForCausalLM`.
+Source: Hugging Face's `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`, `OlmoeForCausalLM`, `Ernie4_5_MoeForCausalLM`,
+`Glm4MoeForCausalLM`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.experts import Mixture, SparseMixture, gated_mixture, has_experts
+from chunkrt.graph.decoders.experts import (
+    Mixture,
+    SparseMixture,
+    gated_mixture,
+    has_experts,
+    sigmoid_mixture,
+    with_shared_experts,
+)
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.decoders.olmo import wide_attention
 from chunkrt.graph.modules import Module
@@ -45,6 +53,16 @@ ERNIE_DEFAULTS = {
     "moe_k": 6,
     "moe_intermediate_size": 1536,
     "moe_num_shared_experts": 2,
+}
+GLM_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
 }
 LEAST_SUM = 1e-6
 """Largest accepted lower bound of the sum of the picked experts' scores, which a softmax over a few experts exceeds."""
@@ -123,6 +141,19 @@ def ernie4_5_moe(config: DecoderConfig) -> Module:
     def layer(index: int) -> Layer:
         qkv = QKVParallelLinear(config.hidden_size, config.heads, interleaved=rope.rotary_dim)
         return Layer(config, Attention(config, rope, qkv=qkv), mlp(index))
+
+    return _decoder(config, rope, [layer(index) for index in range(config.num_layers)])
+
+
+def glm4_moe(config: DecoderConfig) -> Module:
+    """Build a decoder that rotates half of every head, with DeepSeek-V3's experts after the first layers."""
+    rope, has_bias = config.rotary_tables(may_be_partial=True), config.flag("attention_bias")
+    first, mixture = config.count("first_k_dense_replace", least=0), sigmoid_mixture(config)
+
+    def layer(index: int) -> Layer:
+        norm = head_norm(config) if config.flag("use_qk_norm") else None
+        mlp = FeedForward(config) if index < first else with_shared_experts(config, mixture)
+        return Layer(config, Attention(config, rope, norm=norm, bias=(has_bias, False)), mlp)
 
     return _decoder(config, rope, [layer(index) for index in range(config.num_layers)])
 

@@ -29,6 +29,7 @@ from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import (
     ATTENTION_OPS,
     DOMAIN,
+    POSITIONS_OP,
     Node,
     Plan,
     Subgraph,
@@ -134,12 +135,23 @@ def emit_node(e: Emitter, plan: Plan, node: Node) -> None:
     """Add a node without state. Raises UnsupportedModelError if its operator has no form for export."""
     if _selects_rows(node):
         e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows get logits
+    elif node.op == POSITIONS_OP:
+        _emit_positions(e, node)
     elif (node.domain, node.op) in LOWERINGS:
         LOWERINGS[node.domain, node.op](e, node)
     elif is_expanded(node):
         emit_expanded(e, plan, node)
     else:
         raise UnsupportedModelError(_lack(plan, node))
+
+
+def _emit_positions(e: Emitter, node: Node) -> None:
+    """Add rows of a table of learned positions, at the input "position_ids"."""
+    hidden, table, _ = node.inputs
+    (out,) = node.outputs
+    rows = e.op("Gather", e.read(table, FLOAT), e.read("position_ids"), name=f"{out}/rows", axis=0)
+    total = e.op("Add", e.read(hidden, FLOAT), rows, name=f"{out}/float")
+    e.alias(out, e.cast(total, e.dtype))
 
 
 def _selects_rows(node: Node) -> bool:
@@ -163,7 +175,7 @@ def _lack(plan: Plan, node: Node) -> str:
         kind = str(node.attributes["attn_type"])
         is_known = kind in LINEAR_ATTENTION_FORMS or is_expanded(node)
         return "" if is_known else f"linear attention of the kind {kind!r} has no ONNX form of fixed length"
-    if node.op in ATTENTION_OPS or (node.domain, node.op) in LOWERINGS:
+    if node.op in (*ATTENTION_OPS, POSITIONS_OP) or (node.domain, node.op) in LOWERINGS:
         return ""
     if not is_expanded(node):
         remedy = "; register it with an expansion" if node.domain not in ("", DOMAIN) else ""
@@ -243,6 +255,10 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
     """
     plan, window, batch = planned.plan, settings.window, settings.batch
     check_length(plan, "--sequence", settings.sequence)
+    if has(plan, POSITIONS_OP) and settings.keys != "post-rope":
+        raise ConfigError(
+            f"{plan.family} has learned positions, which the slot in the cache does not determine; use --keys post-rope"
+        )
     e = make_emitter(planned, settings, [batch, window])
     e.input("input_ids", INT64, [batch, window])
     is_token = e.input("attention_mask", INT64, [batch, settings.sequence])
@@ -290,6 +306,11 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
     """
     plan = planned.plan
     check_length(plan, "--context", settings.context)
+    if has(plan, POSITIONS_OP):
+        raise UnsupportedModelError(
+            f"{plan.family} has learned positions, which the dynamic form does not support; export a fixed window with "
+            "--keys post-rope"
+        )
     if has(plan, LINEAR_ATTENTION_OP):
         raise UnsupportedModelError(
             f"{plan.family} has layers of linear attention, which the dynamic form does not support; export a fixed "

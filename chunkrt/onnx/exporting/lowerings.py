@@ -14,8 +14,9 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
+from chunkrt.graph.operators import EXPERT_GROUPS
 from chunkrt.graph.plan import DOMAIN, Node
-from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
+from chunkrt.onnx.exporting.emitter import BOOL, FLOAT, Emitter
 from chunkrt.onnx.exporting.integer_weights import emit_linear, emit_rows
 
 Lowering = Callable[[Emitter, Node], None]
@@ -53,18 +54,64 @@ def _softplus(e: Emitter, node: Node) -> None:
 
 
 def _gelu(e: Emitter, node: Node) -> None:
-    _gelu_of(e, e.read(node.inputs[0]), node.outputs[0], str(node.attributes["approximate"]))
+    _gelu_of(e, e.read(node.inputs[0]), node.outputs[0], str(node.attributes.get("approximate", "none")))
 
 
 def _gelu_of(e: Emitter, x: ir.Value, out: str, approximate: str) -> ir.Value:
     if e.opset >= 20:
         return e.op("Gelu", x, name=out, approximate=approximate)
     wide = e.cast(x, FLOAT)
+    if approximate == "none":
+        erf = e.op("Erf", e.op("Mul", wide, e.number(sqrt(0.5)), name=f"{out}/argument"), name=f"{out}/erf")
+        half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
+        return finish(e, "Mul", half, e.op("Add", erf, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
     cube = e.op("Mul", e.op("Mul", wide, wide, name=f"{out}/square"), wide, name=f"{out}/cube")
     bent = e.op("Add", wide, e.op("Mul", cube, e.number(0.044715), name=f"{out}/bend"), name=f"{out}/bent")
     tanh = e.op("Tanh", e.op("Mul", bent, e.number(sqrt(2 / pi)), name=f"{out}/angle"), name=f"{out}/tanh")
     half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
     return finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
+
+
+def _thresholded_relu(e: Emitter, node: Node) -> None:
+    (out,), alpha = node.outputs, cast(float, node.attributes["alpha"])
+    x = e.read(node.inputs[0])
+    finish(e, "ThresholdedRelu", e.cast(x, FLOAT), dtype=x.dtype, name=out, alpha=alpha)
+
+
+def _quick_gelu(e: Emitter, node: Node) -> None:
+    (out,), x = node.outputs, e.read(node.inputs[0], FLOAT)
+    angle = e.op("Mul", x, e.number(1.702), name=f"{out}/angle")
+    gate = e.op("Sigmoid", angle, name=f"{out}/gate")
+    e.alias(out, e.cast(e.op("Mul", x, gate, name=f"{out}/float"), e.dtype))
+
+
+def _xielu(e: Emitter, node: Node) -> None:
+    """Compute xIELU in float32; Elu is expm1 for negative values."""
+    (out,), x = node.outputs, e.read(node.inputs[0], FLOAT)
+    parameters = e.read(node.inputs[1], FLOAT)
+    positive, negative, linear, limit = (
+        e.cut(parameters, i, i + 1, axis=0, name=f"{out}/parameter.{i}") for i in range(4)
+    )
+    bent = e.op("Elu", e.op("Min", x, limit, name=f"{out}/bounded"), name=f"{out}/decayed")
+    below = e.op("Mul", e.op("Sub", bent, x, name=f"{out}/bent"), negative, name=f"{out}/below")
+    above = e.op("Mul", e.op("Mul", x, x, name=f"{out}/square"), positive, name=f"{out}/above")
+    is_above = e.op("Greater", x, e.number(0.0), name=f"{out}/is_above", dtype=BOOL)
+    curved = e.op("Where", is_above, above, below, name=f"{out}/curved", dtype=FLOAT)
+    total = e.op("Add", curved, e.op("Mul", x, linear, name=f"{out}/linear"), name=f"{out}/float")
+    e.alias(out, e.cast(total, e.dtype))
+
+
+def _layer_norm(e: Emitter, node: Node) -> None:
+    (out,), epsilon = node.outputs, cast(float, node.attributes["epsilon"])
+    x, dtype = e.read(node.inputs[0], FLOAT), e.read(node.inputs[0]).dtype
+    weight, bias = (e.read(name, FLOAT) for name in node.inputs[1:])
+    if e.opset >= 17:
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon}
+        finish(e, "LayerNormalization", x, weight, bias, dtype=dtype, name=out, **attributes)
+        return
+    centred = e.op("Sub", x, e.reduce_mean(x, name=f"{out}/value_mean"), name=f"{out}/centred")
+    weighted = e.op("Mul", _normed(e, centred, epsilon, out), weight, name=f"{out}/weighted")
+    finish(e, "Add", weighted, bias, dtype=dtype, name=out)
 
 
 def _concat(e: Emitter, node: Node) -> None:
@@ -138,6 +185,8 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     selection_bias, gate_up_bias, down_bias = (*node.inputs[4:], "", "", "")[:3]
     if selection_bias:
         values = e.op("Add", probabilities, e.read(selection_bias, FLOAT), name=f"{out}/values")
+    if cast(int, node.attributes.get("num_groups", 1)) > 1:
+        values = _in_best_groups(e, node, values if selection_bias else probabilities)
     top_k = e.ints(cast(int, node.attributes["top_k"]))
     largest, indices = e.ops("TopK", values, top_k, names=[f"{out}/largest", f"{out}/picked"], axis=-1)
     del largest
@@ -176,6 +225,24 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     e.alias(out, e.cast(total, e.dtype))
 
 
+def _in_best_groups(e: Emitter, node: Node, values: ir.Value) -> ir.Value:
+    """Replace the values of experts outside of a row's best groups by a number below all others."""
+    (out,) = node.outputs
+    num_groups, top_groups, best = (cast(int, node.attributes[name]) for name in EXPERT_GROUPS)
+    groups = e.reshape(values, 0, 0, num_groups, -1, name=f"{out}/groups")
+    names = [f"{out}/group_best", f"{out}/best_places"]
+    largest, places = e.ops("TopK", groups, e.ints(best), names=names, axis=-1)
+    ranks = e.reduce_sum(largest, -1, name=f"{out}/ranks", keepdims=False)
+    names = [f"{out}/open_ranks", f"{out}/open_groups"]
+    open_ranks, open_groups = e.ops("TopK", ranks, e.ints(top_groups), names=names, axis=-1)
+    places.type = open_groups.type = ir.TensorType(ir.DataType.INT64)
+    penalties = e.op("Add", e.op("Sub", ranks, ranks, name=f"{out}/no_rank"), e.number(-1e9), name=f"{out}/closed")
+    none = e.op("Sub", open_ranks, open_ranks, name=f"{out}/no_penalty")
+    penalties = e.op("ScatterElements", penalties, open_groups, none, name=f"{out}/penalties", axis=-1)
+    kept = e.op("Add", groups, e.op("Unsqueeze", penalties, e.ints(3), name=f"{out}/by_group"), name=f"{out}/in_groups")
+    return e.reshape(kept, 0, 0, -1, name=f"{out}/kept")
+
+
 def _of_experts(e: Emitter, bias: str) -> ir.Value:
     """Return biases [E, N] as [E, 1, N]."""
     return e.op("Unsqueeze", e.read(bias, e.dtype), e.ints(1), name=f"{bias}/rows")
@@ -195,6 +262,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Concat"): _concat,
     ("", "Gather"): _embedding,
     ("", "Gelu"): _gelu,
+    ("", "LayerNormalization"): _layer_norm,
     ("", "MatMul"): _matmul,
     ("", "Mul"): _elementwise,
     ("", "RMSNormalization"): _rms_norm,
@@ -203,8 +271,11 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Softplus"): _softplus,
     ("", "Split"): _split,
     ("", "Tanh"): _elementwise,
+    ("", "ThresholdedRelu"): _thresholded_relu,
     (DOMAIN, "FloatLinear"): _float_linear,
     (DOMAIN, "HeadNorm"): _head_norm,
+    (DOMAIN, "QuickGelu"): _quick_gelu,
     (DOMAIN, "RoutedExperts"): _routed_experts,
+    (DOMAIN, "Xielu"): _xielu,
 }
 """Lowerings by domain and operator."""

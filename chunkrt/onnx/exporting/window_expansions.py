@@ -28,7 +28,7 @@ States = Sequence[ir.Value]
 
 def is_expanded(node: Node) -> bool:
     """Return whether an expansion of a plug-in's operator, or of a kind of linear attention, defines a node."""
-    is_possible = node.op == LINEAR_ATTENTION_OP or node.domain not in ("", DOMAIN)
+    is_possible = node.op in (LINEAR_ATTENTION_OP, "SelectiveScan") or node.domain not in ("", DOMAIN)
     return is_possible and has_expansion(node.domain, node.op, overload(node))
 
 

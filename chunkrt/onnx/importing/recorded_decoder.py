@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.operators import EXPERT_GROUPS
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.plan import DOMAIN, Attribute, Device
 from chunkrt.onnx.importing.draft import Draft, int_attribute, width
@@ -162,6 +163,7 @@ def _experts(attributes: Attributes, operands: Operands, names: Names) -> list[i
         swiglu_alpha=attributes.get("swiglu_alpha", 1.0),
         swiglu_limit=attributes.get("swiglu_limit", 0.0),
         uses_gelu=bool(attributes.get("uses_gelu", 0)),
+        **{name: attributes.get(name, 1) for name in EXPERT_GROUPS},
         name=names[0],
     )
     return [mixed]

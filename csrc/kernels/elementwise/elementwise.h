@@ -7,6 +7,17 @@
 // / (1 + exp(-x)); its error is below 2.5 units in the last place for x > -kExpLimit, and its absolute error
 // is below 2^-125 otherwise.
 //
+// erf_gelu(x) = x * Phi(x) is the exact form of gelu, where Phi is the normal distribution: h or 1 - h for x
+// below or above 0, h = erfc(z) / 2 = t / 2 * exp(fma(-z, z, P(t))), z = |x| / sqrt(2), t = 1 / (1 + z / 2),
+// and P is the polynomial with kErfcCoefficients (W. Press et al., Numerical Recipes, erfcc; relative error
+// 1.2e-7); it is 0 for x below kErfGeluLimit. Its relative error is below (20 + 4 x^2) * 2^-24. quick_gelu(x)
+// = x
+// * sigmoid(kQuickGelu * x).
+//
+// xielu (Huang, xIELU, 2024), with parameters a_p, a_n, b and e: a_p x^2 + b x for x above 0, otherwise a_n
+// (expm1(m) - x) + b x, m = min(x, e). expm1(m) is m + m^2 q(m), with the polynomial q of exp's p, for m
+// above kExpm1Limit, and exp(m) - 1 otherwise.
+//
 // The exp kernel computes this exp, but returns 0 for x below -kExpLimit. gelu(x) = x * sigmoid(x * fma(x^2,
 // kGeluCubic, kGeluLinear)) is the tanh form; its relative error grows with |x| like the sigmoid's argument.
 // tanh(x) has the sign of x. With a = |x|, its magnitude is fma(q * a^2, a, a) for a below kTanhLimit, where
@@ -34,6 +45,13 @@ inline constexpr float kExpCoefficients[5] = {0x1.fffffcp-2f, 0x1.555490p-3f, 0x
 
 inline constexpr float kGeluLinear = 0x1.988454p+0f;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluCubic = 0x1.2444f2p-4f;   // 0.044715 of that
+inline constexpr float kErfGeluLimit = -13.0f;
+inline constexpr float kInverseRoot2 = 0x1.6a09e6p-1f;
+inline constexpr float kErfcCoefficients[10] = {-1.26551223f, 1.00002368f, 0.37409196f,  0.09678418f,
+                                                -0.18628806f, 0.27886807f, -1.13520398f, 1.48851587f,
+                                                -0.82215223f, 0.17087277f};
+inline constexpr float kQuickGelu = 1.702f;
+inline constexpr float kExpm1Limit = -0.34f;
 inline constexpr float kTanhLimit = 0.625f;
 inline constexpr float kTanhCoefficients[5] = {-0x1.555532p-2f, 0x1.110726p-3f, -0x1.b83c5ap-5f,
                                                0x1.52269cp-6f, -0x1.75e1d4p-8f};
@@ -45,6 +63,10 @@ inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
 // out = sigmoid(input), and correspondingly for the other functions; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
+// out = 0 where input < least, otherwise input; a NaN stays a NaN. out may be input.
+using ThresholdFunction = void(const float* input, float least, float* out, std::size_t count);
+// out = xielu(input) with parameters {a_p, a_n, b, e}; out may be input.
+using XieluFunction = void(const float* input, const float* parameters, float* out, std::size_t count);
 // out = (u + 1) * (g * sigmoid(alpha * g)), g = min(gate, limit), u = min(max(up, -limit), limit): the gated
 // activation of gpt-oss. A NaN stays a NaN. out may be gate or up.
 using ClampedSwigluFunction = void(const float* gate, const float* up, float alpha, float limit, float* out,

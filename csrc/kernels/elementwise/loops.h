@@ -12,6 +12,25 @@ CHUNKRT_LANES Floats gelu(Floats x) {
   return x * sigmoid(x * multiply_add(x * x, all(kGeluCubic), all(kGeluLinear)));
 }
 
+CHUNKRT_LANES Floats erf_gelu(Floats x) {
+  const Floats z = absolute(x) * all(kInverseRoot2), t = all(1.0f) / multiply_add(z, all(0.5f), all(1.0f));
+  Floats p = all(kErfcCoefficients[9]);
+  for (int i = 8; i >= 0; --i) p = multiply_add(p, t, all(kErfcCoefficients[i]));
+  const Floats h = all(0.5f) * t * exponential(multiply_add(-z, z, p));
+  return zero_if_less(x, all(kErfGeluLimit), x * select(less(x, all(0.0f)), h, all(1.0f) - h));
+}
+
+CHUNKRT_LANES Floats xielu(Floats x, const float* parameters) {
+  const Floats m = min(all(parameters[3]), x);
+  const Floats small = multiply_add(m * m, polynomial(kExpCoefficients, m), m - x);
+  const Floats large = (exponential(m) - all(1.0f)) - x;
+  const Floats linear = all(parameters[2]) * x;
+  const Floats below =
+      multiply_add(all(parameters[1]), select(less(all(kExpm1Limit), m), small, large), linear);
+  const Floats above = multiply_add(all(parameters[0]) * x, x, linear);
+  return select(less(all(0.0f), x), above, below);
+}
+
 CHUNKRT_LANES Floats softplus(Floats x) {
   const Floats u = exponential(negative(x)), s = u / (all(2.0f) + u), z = s * s;
   const Floats log1p = s * multiply_add(z, polynomial(kLog1pCoefficients, z), all(2.0f));
@@ -56,9 +75,25 @@ void CHUNKRT_NAME(gelu_f32_f32)(const float* input, float* out, std::size_t coun
   for_each(input, out, count, [](Floats x) { return gelu(x); });
 }
 
+void CHUNKRT_NAME(erf_gelu_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return erf_gelu(x); });
+}
+
+void CHUNKRT_NAME(quick_gelu_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return x * sigmoid(all(kQuickGelu) * x); });
+}
+
+void CHUNKRT_NAME(xielu_f32_f32)(const float* input, const float* parameters, float* out, std::size_t count) {
+  for_each(input, out, count, [parameters](Floats x) { return xielu(x, parameters); });
+}
+
 void CHUNKRT_NAME(relu_f32_f32)(const float* input, float* out, std::size_t count) {
   const auto relu = [](Floats x) { return max(all(0.0f), x) + all(0.0f); };  // the sum of -0 and 0 is 0
   for_each(input, out, count, relu);
+}
+
+void CHUNKRT_NAME(thresholded_relu_f32_f32)(const float* input, float least, float* out, std::size_t count) {
+  for_each(input, out, count, [least](Floats x) { return zero_if_less(x, all(least), x); });
 }
 
 void CHUNKRT_NAME(softplus_f32_f32)(const float* input, float* out, std::size_t count) {

@@ -28,6 +28,23 @@ float polynomial(const float (&c)[5], float z) {
 
 float gelu(float x) { return x * sigmoid(x * std::fma(x * x, kGeluCubic, kGeluLinear)); }
 
+float erf_gelu(float x) {
+  const float z = std::fabs(x) * kInverseRoot2, t = 1.0f / std::fma(z, 0.5f, 1.0f);
+  float p = kErfcCoefficients[9];
+  for (int i = 8; i >= 0; --i) p = std::fma(p, t, kErfcCoefficients[i]);
+  const float h = 0.5f * t * exponential(std::fma(-z, z, p));
+  return x < kErfGeluLimit ? 0.0f : x * (x < 0.0f ? h : 1.0f - h);
+}
+
+float xielu(float x, const float* parameters) {
+  const float m = x > parameters[3] ? parameters[3] : x;
+  const float linear = parameters[2] * x;
+  if (x > 0.0f) return std::fma(parameters[0] * x, x, linear);
+  const float small = std::fma(m * m, polynomial(kExpCoefficients, m), m - x);
+  const float large = (exponential(m) - 1.0f) - x;
+  return std::fma(parameters[1], m > kExpm1Limit ? small : large, linear);
+}
+
 float softplus(float x) {
   const float u = exponential(-std::fabs(x)), s = u / (2.0f + u), z = s * s;
   return (x > 0.0f ? x : 0.0f) + s * std::fma(z, polynomial(kLog1pCoefficients, z), 2.0f);
@@ -61,8 +78,24 @@ void gelu_f32_f32_reference(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = gelu(input[i]);
 }
 
+void erf_gelu_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = erf_gelu(input[i]);
+}
+
+void quick_gelu_f32_f32_reference(const float* input, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = input[i] * sigmoid(kQuickGelu * input[i]);
+}
+
+void xielu_f32_f32_reference(const float* input, const float* parameters, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = xielu(input[i], parameters);
+}
+
 void relu_f32_f32_reference(const float* input, float* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = input[i] <= 0.0f ? 0.0f : input[i];
+}
+
+void thresholded_relu_f32_f32_reference(const float* input, float least, float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = input[i] < least ? 0.0f : input[i];
 }
 
 void softplus_f32_f32_reference(const float* input, float* out, std::size_t count) {

@@ -24,6 +24,12 @@
 // fma(B[i], u, a * s), and y is the chain fma(C[i], s, y) over i ascending from 0, then fma(skip, x, y). The
 // results are bit-identical on all instruction sets and for all splits into calls.
 //
+// Selective scan (Gu and Dao 2023, "Mamba"), for each channel, s [state_dim], row by row:
+//   s[n] <- exp(step a[n]) s[n] + b[n] step x;  y = sum over n of c[n] s[n] + skip x,   step = step[t]
+// In float32 arithmetic, s = fma(b[n], step * x, decay * s), where decay is the exp kernel of step * a[n],
+// and y is the chain fma(c[n], s, y) over n ascending from 0, then fma(skip, x, y). The results are
+// bit-identical on all instruction sets and for all splits into calls.
+//
 // Numerics of the others: all arithmetic is in float32. Products and sums are rounded separately, and every
 // sum is one chain in the order of its index. The decays themselves are multiplied, instead of taking
 // exponentials of differences, so that a decay after a far stronger one keeps all its digits. The convolution
@@ -80,11 +86,24 @@ struct StateSpaceArgs {
   std::size_t head_dim;  // any; a multiple of 16 is fastest
 };
 
+struct SelectiveScanArgs {
+  const float* x;      // float32 [rows, channels]
+  const float* step;   // as x
+  const float* bc;     // float32 [rows, 2 * state_dim]: b | c along a row
+  const float* rates;  // float32 [state_dim, channels]: a, at most 0
+  const float* skip;   // float32 [channels]
+  float* state;        // float32 [state_dim, channels]
+  float* out;          // float32 [rows, channels]; may not overlap the inputs
+  std::size_t rows;
+  std::size_t channels;
+  std::size_t state_dim;
+};
+
 inline constexpr std::size_t kChannelsPerItem = 64;
 inline constexpr std::size_t kDeltaRows = 32;  // Maximum number of rows that the chunk form computes at once.
 
-// Number of items of a convolution. The items of the delta rule are the v heads, those of the state space the
-// heads.
+// Number of items of a convolution or a selective scan. The items of the delta rule are the v heads, those of
+// the state space the heads.
 std::size_t convolution_items(std::size_t channels);
 
 // Number of floats of scratch for one call. Concurrent calls need separate scratch. A call allocates no
@@ -98,5 +117,6 @@ using ConvolutionFunction = void(const ConvolutionArgs& args, std::size_t begin,
 using DeltaRuleFunction = void(const DeltaRuleArgs& args, std::size_t begin, std::size_t end, float* scratch);
 // Needs no scratch.
 using StateSpaceFunction = void(const StateSpaceArgs& args, std::size_t begin, std::size_t end);
+using SelectiveScanFunction = void(const SelectiveScanArgs& args, std::size_t begin, std::size_t end);
 
 }  // namespace chunkrt

@@ -3,7 +3,7 @@
 // here is visible outside of it, and it calls no function that could be shared with another.
 #pragma once
 
-#include "kernels/lanes/lanes.h"
+#include "kernels/lanes/exp.h"
 #include "kernels/linear_attention/linear_attention.h"
 
 namespace chunkrt {
@@ -270,6 +270,29 @@ void CHUNKRT_NAME(state_space_f32_f32)(const StateSpaceArgs& args, std::size_t b
       std::size_t row = 0;
       for (; row + kRows <= args.rows; row += kRows) advance_columns<kRows>(args, head, row, column, count);
       for (; row < args.rows; ++row) advance_columns<1>(args, head, row, column, count);
+    }
+  }
+}
+
+void CHUNKRT_NAME(selective_scan_f32_f32)(const SelectiveScanArgs& args, std::size_t begin, std::size_t end) {
+  const std::size_t channels = args.channels, last = smaller(end * kChannelsPerItem, channels);
+  for (std::size_t first = begin * kChannelsPerItem; first < last; first += kLanes) {
+    const std::size_t count = last - first;
+    for (std::size_t row = 0; row < args.rows; ++row) {
+      const float* const b = args.bc + row * 2 * args.state_dim;
+      const float* const c = b + args.state_dim;
+      const Floats x = load(args.x + row * channels + first, count);
+      const Floats step = load(args.step + row * channels + first, count), written = step * x;
+      Floats y = all(0.0f);
+      for (std::size_t n = 0; n < args.state_dim; ++n) {
+        float* const state = args.state + n * channels + first;
+        const Floats angle = step * load(args.rates + n * channels + first, count);
+        const Floats decay = zero_if_less(angle, all(-kExpLimit), exponential(angle));
+        const Floats s = multiply_add(all(b[n]), written, decay * load(state, count));
+        store(state, s, count);
+        y = multiply_add(all(c[n]), s, y);
+      }
+      store(args.out + row * channels + first, multiply_add(load(args.skip + first, count), x, y), count);
     }
   }
 }

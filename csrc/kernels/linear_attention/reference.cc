@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/linear_attention/linear_attention.h"
+#include "kernels/list.h"
 
 namespace chunkrt {
 
@@ -88,6 +88,26 @@ void state_space_f32_f32_reference(const StateSpaceArgs& args, std::size_t begin
         }
         out[j] = std::fma(args.skip[head], x[j], sum);
       }
+    }
+  }
+}
+
+void selective_scan_f32_f32_reference(const SelectiveScanArgs& args, std::size_t begin, std::size_t end) {
+  const std::size_t channels = args.channels, last = std::min(end * kChannelsPerItem, channels);
+  for (std::size_t row = 0; row < args.rows; ++row) {
+    const float* const b = args.bc + row * 2 * args.state_dim;
+    const float* const c = b + args.state_dim;
+    for (std::size_t channel = begin * kChannelsPerItem; channel < last; ++channel) {
+      const float x = args.x[row * channels + channel], step = args.step[row * channels + channel];
+      float sum = 0.0f;
+      for (std::size_t n = 0; n < args.state_dim; ++n) {
+        float& s = args.state[n * channels + channel];
+        float decay = step * args.rates[n * channels + channel];
+        exp_f32_f32_reference(&decay, &decay, 1);
+        s = std::fma(b[n], step * x, decay * s);
+        sum = std::fma(c[n], s, sum);
+      }
+      args.out[row * channels + channel] = std::fma(args.skip[channel], x, sum);
     }
   }
 }

@@ -1,4 +1,4 @@
-// norm: root-mean-square normalisation of rows.
+// norm: normalisation of rows by their root mean square, or by their mean and standard deviation.
 //
 //   out[i] = (x[i] * (1 / sqrt(sum / width + epsilon))) * weight[i],  sum = x[0]^2 + ... + x[width - 1]^2
 //
@@ -7,6 +7,13 @@
 // counts as +0). The partial sums are then reduced: lane i += lane i + 8 for i < 8, lane i += lane i + 4,
 // lane i += lane i + 2, lane 0 += lane 1. So all instruction sets give bit-identical results. Relative error
 // of the sum: at most (width / 16 + 6) * 2^-24.
+//
+// layer_norm:
+//
+//   out[i] = d[i] * (1 / sqrt(sum(d^2) / width + epsilon)) * weight[i] + bias[i],  d[i] = x[i] - sum(x) /
+//   width
+//
+// Both sums are in the order above, and no product is fused with a sum.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +28,16 @@ struct RmsNormArgs {
   float epsilon;
 };
 
+struct LayerNormArgs {
+  const float* input;   // float32 [rows, width]
+  const float* weight;  // float32 [width]
+  const float* bias;    // float32 [width]
+  float* out;           // float32 [rows, width]; may be `input`
+  std::size_t width;
+  float epsilon;
+};
+
 using RmsNormFunction = void(const RmsNormArgs& args, std::size_t row_begin, std::size_t row_end);
+using LayerNormFunction = void(const LayerNormArgs& args, std::size_t row_begin, std::size_t row_end);
 
 }  // namespace chunkrt

@@ -1,4 +1,5 @@
 // Element-wise operators.
+#include <cmath>
 #include <span>
 #include <vector>
 
@@ -99,8 +100,45 @@ ValueId gelu(ProgramBuilder& builder, ValueId input) {
   return unary(builder, input, "gelu", select_kernel(gelu_f32_f32).function);
 }
 
+ValueId erf_gelu(ProgramBuilder& builder, ValueId input) {
+  return unary(builder, input, "erf_gelu", select_kernel(erf_gelu_f32_f32).function);
+}
+
+ValueId quick_gelu(ProgramBuilder& builder, ValueId input) {
+  return unary(builder, input, "quick_gelu", select_kernel(quick_gelu_f32_f32).function);
+}
+
+ValueId xielu(ProgramBuilder& builder, ValueId input, ValueId parameters) {
+  const Symbol symbol = builder.rows_of(input, "xielu");
+  const std::size_t width = builder.width_of(input);
+  builder.require_constant(parameters, Dtype::float32, {fixed(4)}, "xielu's parameters");
+  const ValueId out = builder.float_rows(symbol, width);
+  XieluFunction* kernel = select_kernel(xielu_f32_f32).function;
+  builder.add_row_step(symbol, "xielu", {input, parameters, out},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         kernel(frame.get<const float>(input) + begin * width,
+                                frame.get<const float>(parameters), frame.get<float>(out) + begin * width,
+                                (end - begin) * width);
+                       });
+  return out;
+}
+
 ValueId relu(ProgramBuilder& builder, ValueId input) {
   return unary(builder, input, "relu", select_kernel(relu_f32_f32).function);
+}
+
+ValueId thresholded_relu(ProgramBuilder& builder, ValueId input, float threshold) {
+  const Symbol symbol = builder.rows_of(input, "thresholded_relu");
+  const std::size_t width = builder.width_of(input);
+  const ValueId out = builder.float_rows(symbol, width);
+  const float least = std::nextafter(threshold, INFINITY);  // the first value above the threshold
+  ThresholdFunction* kernel = select_kernel(thresholded_relu_f32_f32).function;
+  builder.add_row_step(symbol, "thresholded_relu", {input, out},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         kernel(frame.get<const float>(input) + begin * width, least,
+                                frame.get<float>(out) + begin * width, (end - begin) * width);
+                       });
+  return out;
 }
 
 ValueId softplus(ProgramBuilder& builder, ValueId input) {

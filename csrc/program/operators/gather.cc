@@ -1,4 +1,4 @@
-// gather and columns: selection of rows and columns.
+// gather, add_positions and columns: selection of rows and columns.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -72,6 +72,42 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices, std::opt
     builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, "gather",
                      {table, indices, out}, std::move(pick));
   }
+  return out;
+}
+
+ValueId add_positions(ProgramBuilder& builder, ValueId input, ValueId table, ValueId position) {
+  const Symbol symbol = builder.rows_of(input, "add_positions");
+  const std::size_t width = builder.width_of(input);
+  const Value& rows = builder.value(table);
+  const Value& given = builder.value(position);
+  require(
+      symbol == Symbol::T && given.kind == ValueKind::input && given.dtype == Dtype::int64 &&
+          given.shape == Shape{fixed(1)},
+      "add_positions: expected rows T and a position int64 [1], got " + describe(given.dtype, given.shape));
+  require(rows.kind == ValueKind::constant && rows.dtype == Dtype::float32 && rows.shape.size() == 2 &&
+              rows.shape[1] == fixed(width),
+          "add_positions: expected a constant float32 [positions, " + std::to_string(width) + "], got " +
+              describe(rows.dtype, rows.shape));
+  const std::size_t num_positions = rows.shape[0].size;
+  builder.add_check({position}, [=, name = given.name](const Frame& frame) {
+    const std::int64_t first = *frame.get<const std::int64_t>(position);
+    const std::size_t count = frame.size_of(symbol);
+    if (first < 0 || count > num_positions || static_cast<std::size_t>(first) > num_positions - count) {
+      throw std::out_of_range("input '" + name + "': " + std::to_string(count) + " rows from position " +
+                              std::to_string(first) + " on are not inside the " +
+                              std::to_string(num_positions) + " positions of the table");
+    }
+  });
+  const ValueId out = builder.float_rows(symbol, width);
+  BinaryFunction* add = select_kernel(add_f32_f32_f32).function;
+  builder.add_row_step(symbol, "add_positions", {input, table, position, out},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         const auto first =
+                             static_cast<std::size_t>(*frame.get<const std::int64_t>(position));
+                         add(frame.get<const float>(input) + begin * width,
+                             frame.get<const float>(table) + (first + begin) * width,
+                             frame.get<float>(out) + begin * width, (end - begin) * width);
+                       });
   return out;
 }
 

@@ -82,6 +82,52 @@ ValueId short_conv(ProgramBuilder& builder, ValueId bcx, ValueId conv_weight,
   return convolution(builder, bcx, 3, conv_weight, conv_bias, conv_state);
 }
 
+ValueId silu_conv(ProgramBuilder& builder, ValueId x, ValueId conv_weight, std::optional<ValueId> conv_bias,
+                  ValueId conv_state) {
+  const ValueId convolved = convolution(builder, x, 1, conv_weight, conv_bias, conv_state);
+  return mul(builder, convolved, sigmoid(builder, convolved));
+}
+
+ValueId selective_scan(ProgramBuilder& builder, ValueId x, ValueId step, ValueId bc, ValueId rates,
+                       ValueId skip, ValueId state) {
+  const Shape& of_rates = builder.value(rates).shape;
+  require(builder.rows_of(x, "selective_scan's x") == Symbol::T &&
+              builder.rows_of(step, "selective_scan's step") == Symbol::T &&
+              builder.rows_of(bc, "selective_scan's bc") == Symbol::T,
+          "selective_scan: expected rows T, got " + describe(Dtype::float32, builder.value(x).shape));
+  const std::size_t channels = builder.width_of(x);
+  require(builder.width_of(step) == channels, "selective_scan: expected a step for each of " +
+                                                  std::to_string(channels) + " channels, got " +
+                                                  describe(Dtype::float32, builder.value(step).shape));
+  require(of_rates.size() == 2 && of_rates[0].size >= 1 && builder.width_of(bc) == 2 * of_rates[0].size,
+          "selective_scan: expected rates [state_dim, channels] and bc [T, 2 * state_dim], got " +
+              describe(builder.value(rates).dtype, of_rates) + " and " +
+              describe(Dtype::float32, builder.value(bc).shape));
+  const std::size_t state_dim = of_rates[0].size;
+  builder.require_constant(rates, Dtype::float32, {fixed(state_dim), fixed(channels)},
+                           "selective_scan's rates");
+  builder.require_constant(skip, Dtype::float32, {fixed(channels)}, "selective_scan's skip");
+  builder.require_state(state, {fixed(state_dim), fixed(channels)}, "selective_scan's state");
+  const ValueId out = builder.float_rows(Symbol::T, channels);
+  SelectiveScanFunction* kernel = select_kernel(selective_scan_f32_f32).function;
+  builder.add_loop([=](const Frame&) { return convolution_items(channels); }, 1, "selective_scan",
+                   {x, step, bc, rates, skip, state, out},
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                     kernel({.x = frame.get<const float>(x),
+                             .step = frame.get<const float>(step),
+                             .bc = frame.get<const float>(bc),
+                             .rates = frame.get<const float>(rates),
+                             .skip = frame.get<const float>(skip),
+                             .state = frame.get<float>(state),
+                             .out = frame.get<float>(out),
+                             .rows = frame.size_of(Symbol::T),
+                             .channels = channels,
+                             .state_dim = state_dim},
+                            begin, end);
+                   });
+  return out;
+}
+
 ValueId gated_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta,
                          ValueId conv_weight, std::optional<ValueId> conv_bias, ValueId conv_state,
                          ValueId recurrent_state, const DeltaRuleShape& shape) {

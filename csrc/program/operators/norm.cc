@@ -1,4 +1,4 @@
-// rms_norm and head_norm.
+// rms_norm, layer_norm and head_norm.
 #include <cstring>
 
 #include "kernels/dispatch.h"
@@ -16,6 +16,26 @@ ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float e
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
                          kernel({.input = frame.get<const float>(input),
                                  .weight = frame.get<const float>(weight),
+                                 .out = frame.get<float>(out),
+                                 .width = width,
+                                 .epsilon = epsilon},
+                                begin, end);
+                       });
+  return out;
+}
+
+ValueId layer_norm(ProgramBuilder& builder, ValueId input, ValueId weight, ValueId bias, float epsilon) {
+  const Symbol symbol = builder.rows_of(input, "layer_norm's input");
+  const std::size_t width = builder.width_of(input);
+  builder.require_constant(weight, Dtype::float32, {fixed(width)}, "layer_norm's weight");
+  builder.require_constant(bias, Dtype::float32, {fixed(width)}, "layer_norm's bias");
+  const ValueId out = builder.float_rows(symbol, width);
+  LayerNormFunction* kernel = select_kernel(layer_norm_f32_f32).function;
+  builder.add_row_step(symbol, "layer_norm", {input, weight, bias, out},
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         kernel({.input = frame.get<const float>(input),
+                                 .weight = frame.get<const float>(weight),
+                                 .bias = frame.get<const float>(bias),
                                  .out = frame.get<float>(out),
                                  .width = width,
                                  .epsilon = epsilon},

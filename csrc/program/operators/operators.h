@@ -26,6 +26,9 @@ struct TableShare {
 // are zeros.
 ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices,
                std::optional<TableShare> share = std::nullopt);
+// input [T, width] plus the rows of a constant table float32 [positions, width] from `position` on, int64 [1]
+// (an input). A run whose positions exceed the table is refused.
+ValueId add_positions(ProgramBuilder& builder, ValueId input, ValueId table, ValueId position);
 // Columns [begin, begin + width), copied.
 ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin, std::size_t width);
 
@@ -38,6 +41,7 @@ ValueId pick_columns(ProgramBuilder& builder, ValueId input,
 
 // See kernels/norm/norm.h; weight float32 [width].
 ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
+ValueId layer_norm(ProgramBuilder& builder, ValueId input, ValueId weight, ValueId bias, float epsilon);
 // rms_norm of the first n slices of D columns; each slice uses its own row of a weight float32 [n, D]. The
 // columns after these slices are copied.
 ValueId head_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
@@ -50,7 +54,13 @@ ValueId mul(ProgramBuilder& builder, ValueId left, ValueId right);
 ValueId sigmoid(ProgramBuilder& builder, ValueId input);
 ValueId exp(ProgramBuilder& builder, ValueId input);
 ValueId gelu(ProgramBuilder& builder, ValueId input);
+ValueId erf_gelu(ProgramBuilder& builder, ValueId input);
+ValueId quick_gelu(ProgramBuilder& builder, ValueId input);
+// parameters is a constant float32 [4].
+ValueId xielu(ProgramBuilder& builder, ValueId input, ValueId parameters);
 ValueId relu(ProgramBuilder& builder, ValueId input);
+// The input where it exceeds the threshold, otherwise 0.
+ValueId thresholded_relu(ProgramBuilder& builder, ValueId input, float threshold);
 ValueId softplus(ProgramBuilder& builder, ValueId input);
 ValueId tanh(ProgramBuilder& builder, ValueId input);
 // clip(round_half_to_even(input / step), -levels, levels) * step, where step is a constant float32 [1] or
@@ -96,6 +106,9 @@ struct RouterRule {
   bool norm_topk_prob = false;
   bool use_sigmoid = false;
   float norm_epsilon = 0.0f;
+  std::size_t num_groups = 1;
+  std::size_t top_groups = 1;
+  std::size_t best_of_group = 1;
 };
 
 // The experts' activation: silu(gate) * up, with `uses_gelu` the tanh form of gelu in place of silu, or with
@@ -116,9 +129,11 @@ struct ExpertBiases {
 // experts are the softmax over the row's router_logits [rows, E], or the sigmoid of each with use_sigmoid.
 // The picked experts are those with the top_k largest sums of score and selection_bias float32 [E]; of equal
 // ones, the first wins. The weights of the sum are the scores; with norm_topk_prob, those of the picked
-// experts are divided by their sum plus norm_epsilon. The experts' weights are as in linear, with a leading
-// axis [E]: gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width]. Before
-// each product, rows are quantised as in linear without an input step.
+// experts are divided by their sum plus norm_epsilon. With more than one group, each of which consists of
+// adjacent experts, only experts of the top_groups best groups are picked; a group's rank is the sum of the
+// best_of_group largest sums of score and selection_bias in it. The experts' weights are as in linear, with a
+// leading axis [E]: gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width].
+// Before each product, rows are quantised as in linear without an input step.
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                        ValueId gate_up_scales, ValueId down, ValueId down_scales,
                        std::optional<ValueId> selection_bias, const RouterRule& rule,
@@ -162,6 +177,15 @@ struct DeltaRuleShape {
   std::size_t head_v_dim;
   bool use_qk_l2norm;  // q and k of each head are multiplied by rsqrt(sum of their squares + 1e-6)
 };
+
+// Applies the convolution without gates to x [T, C], then SiLU. The result is [T, C].
+ValueId silu_conv(ProgramBuilder& builder, ValueId x, ValueId conv_weight, std::optional<ValueId> conv_bias,
+                  ValueId conv_state);
+
+// x and step are [T, C], bc [T, 2 * state_dim], rates a constant [state_dim, C], skip a constant [C], and
+// state is a state [state_dim, C]. The result is [T, C].
+ValueId selective_scan(ProgramBuilder& builder, ValueId x, ValueId step, ValueId bc, ValueId rates,
+                       ValueId skip, ValueId state);
 
 // The heads in C | B | x: C and B have num_groups parts of state_dim columns, and x has num_heads heads of
 // head_dim columns.

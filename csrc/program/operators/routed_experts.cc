@@ -4,6 +4,7 @@
 // expert are multiplied by its weights at once. The results of a row are added in ascending order of experts,
 // so that the sum does not depend on the other rows of the chunk.
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -51,6 +52,33 @@ void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, st
     picked[place] = static_cast<std::int32_t>(expert);
   }
   std::sort(picked, picked + top_k);
+}
+
+// The sum of the `count` largest of `size` values, which it reorders, in descending order.
+float sum_of_largest(float* values, std::size_t size, std::size_t count) {
+  std::partial_sort(values, values + count, values + size, std::greater<float>());
+  float sum = 0.0f;
+  for (std::size_t i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+// Replaces the values of experts outside of the best groups by minus infinity; of equal groups, the first
+// wins. `ranks` holds num_groups values, and `scratch` those of a group.
+void close_groups(float* values, std::size_t num_experts, const RouterRule& rule, float* ranks,
+                  float* scratch) {
+  const std::size_t size = num_experts / rule.num_groups;
+  for (std::size_t group = 0; group < rule.num_groups; ++group) {
+    std::copy_n(values + group * size, size, scratch);
+    ranks[group] = sum_of_largest(scratch, size, rule.best_of_group);
+  }
+  for (std::size_t group = 0; group < rule.num_groups; ++group) {
+    std::size_t num_better = 0;
+    for (std::size_t other = 0; other < rule.num_groups; ++other) {
+      num_better += ranks[other] > ranks[group] || (other < group && ranks[other] == ranks[group]);
+    }
+    if (num_better < rule.top_groups) continue;
+    std::fill_n(values + group * size, size, -std::numeric_limits<float>::infinity());
+  }
 }
 
 // Computes the scores of all experts: the softmax over them, or the sigmoid of each.
@@ -111,7 +139,17 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::optional<Valu
                            .slots = builder.temporary(Dtype::int32, of_slots),
                            .rows = builder.temporary(Dtype::int32, of_slots)};
   const ValueId picked = builder.temporary(Dtype::int32, of_slots);
-  builder.need_scratch(2 * num_experts);
+  const std::size_t num_groups = rule.num_groups;
+  require(num_groups >= 1 && num_experts % num_groups == 0, "routed_experts: " + std::to_string(num_experts) +
+                                                                " experts cannot form " +
+                                                                std::to_string(num_groups) + " groups");
+  const std::size_t group_size = num_experts / num_groups;
+  require(rule.best_of_group >= 1 && rule.best_of_group <= group_size && rule.top_groups <= num_groups &&
+              top_k <= rule.top_groups * group_size,
+          "routed_experts: " + std::to_string(top_k) + " experts of " + std::to_string(rule.top_groups) +
+              " groups of " + std::to_string(group_size) + " cannot be picked by the " +
+              std::to_string(rule.best_of_group) + " best of each group");
+  builder.need_scratch(3 * num_experts + num_groups);
   const RouterKernels kernels = {.exp = select_kernel(exp_f32_f32).function,
                                  .sigmoid = select_kernel(sigmoid_f32_f32).function};
   std::vector<ValueId> uses = {router_logits, picked, routing.weights};
@@ -130,6 +168,12 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::optional<Valu
                            if (selection_bias) {
                              const float* bias = frame.get<const float>(*selection_bias);
                              for (std::size_t i = 0; i < num_experts; ++i) sums[i] = scratch[i] + bias[i];
+                             values = sums;
+                           }
+                           if (num_groups > 1) {
+                             if (!selection_bias) std::copy_n(scratch, num_experts, sums);
+                             float* of_group = sums + num_experts;
+                             close_groups(sums, num_experts, rule, of_group + num_experts, of_group);
                              values = sums;
                            }
                            std::int32_t* of_row = frame.get<std::int32_t>(picked) + row * top_k;
