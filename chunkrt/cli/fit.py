@@ -10,7 +10,7 @@ import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
-from chunkrt.cli.plan import chosen_ranks, read_model
+from chunkrt.cli.plan import chosen_ranks, compiled_options, read_model
 from chunkrt.cli.shared_options import engine_fields, ranks_options, refuse_without, verbose_option
 from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
@@ -76,6 +76,7 @@ def fit(
     options = EngineOptions(
         npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length, **settings
     )
+    options = compiled_options(model, options)
     if model in shapes():
         found_scheme = find_scheme(scheme or DEFAULT_NPU_SCHEME)
         plan = find_shape(model).plan(ranks=ranks.for_scheme(is_static=found_scheme.is_static))
@@ -83,7 +84,7 @@ def fit(
         context_length = choose_context_length(plan, options)
     else:
         plan, found_scheme, chunk_length = read_model(model, options, ranks)
-    context_length = context_length or plan.context_length
+    context_length = options.context_length or plan.context_length
     result = fit_plan(
         plan,
         found_scheme,

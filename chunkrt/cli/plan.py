@@ -15,10 +15,10 @@ from chunkrt.cli.output import in_flags
 from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.model_options import choose_chunk_length, choose_context_length
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import as_compiled, near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
-from chunkrt.engine.roles import check_runs, npu_under
+from chunkrt.engine.roles import check_runs, npu_under, runs_on_qnn
 from chunkrt.engine_directory.figures import (
     AttentionFigures,
     SubgraphFigures,
@@ -75,7 +75,7 @@ def plan(
 
     A plan that --npu and --ops cannot run is refused, except with --save-onnx, as other tools may run the files.
     """
-    options = EngineOptions(**settings)
+    options = compiled_options(model, EngineOptions(**settings))
     ranks = chosen_ranks(model, rank, size)
     if save_onnx is not None:
         try:
@@ -128,6 +128,13 @@ def plan(
 def placement_of(model: str, options: EngineOptions) -> Placement:
     """Return the placement of an engine directory, or else the placement of the options."""
     return read_manifest(Path(model)).placement if is_engine_directory(Path(model)) else options_placement(options)
+
+
+def compiled_options(model: str, options: EngineOptions) -> EngineOptions:
+    """Return the options of an engine, with those of an engine directory if an NPU runs it."""
+    if not is_engine_directory(Path(model)) or not runs_on_qnn(options):
+        return options
+    return as_compiled(options, read_manifest(Path(model)))
 
 
 def chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:

@@ -12,7 +12,7 @@ import click
 
 from chunkrt.cli.command import Command, GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.output import print_table
-from chunkrt.cli.plan import read_model
+from chunkrt.cli.plan import compiled_options, read_model
 from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
@@ -167,6 +167,7 @@ def simulate(
     chunks of a prompt use the graphs of the smallest --npu-window that holds the tokens before its last chunk.
     """
     npu = EngineOptions(npu="qnn", attention=attention, npu_window=npu_window, npu_graph=npu_graph)
+    npu = compiled_options(model, npu)
     if attention != "npu":
         refuse_without("--attention npu", "npu_window", "npu_graph")
     elif serving["arrivals"] is not None or ranks > 1:

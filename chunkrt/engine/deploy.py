@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
-from chunkrt.engine.capability import plan_to_run
-from chunkrt.engine.host import HostTarget, check_host, write_host
+from chunkrt.engine.capability import plan_by_capability, plan_to_run
+from chunkrt.engine.host import HOST_FILES, HostTarget, check_host, write_host
 from chunkrt.engine.model_options import choose_context_length
-from chunkrt.engine.npu_attention import compiled_attention, npu_plans
+from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine.resolve import engine_folder, options_placement, plan_model
 from chunkrt.engine.roles import contexts_folder
 from chunkrt.engine_directory.manifest import (
     CONTEXTS,
-    Manifest,
     NpuTarget,
+    is_engine_directory,
     open_weights,
     read_manifest,
     write_manifest,
@@ -49,7 +49,7 @@ def compile_engine(
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         output: path that must not exist.
         options: scheme, placement, calibration, NPU settings, and the options of attention on the NPU.
-        for_host: also write the files with which a program without chunkrt can run the model (`engine/host.py`).
+        for_host: write only the files with which a program without chunkrt can run the model (`engine/host.py`).
         progress: called with (description, amount done, total).
 
     Returns:
@@ -64,8 +64,12 @@ def compile_engine(
         raise ConfigError("no SoC is given, but the files for a program without chunkrt need one; set `soc`")
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
+    if for_host and not is_engine_directory(Path(model)):
+        _check_host_first(model, options, max(chunk_lengths), progress)
     engine = engine_folder(model, options, progress)
     manifest = read_manifest(engine)
+    if socs:
+        options = as_compiled(options, manifest)
     plan = plan_to_run(engine, manifest, options)
     scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
@@ -96,12 +100,26 @@ def compile_engine(
             of_longest = {s.name: path for (s, of), path in zip(subgraphs, paths, strict=True) if of is longest}
             hosts.append(HostTarget(target=target, plan=longest, contexts=of_longest))
 
-    def add_host(folder: Path) -> None:
-        if hosts:
+    def finish(folder: Path) -> None:
+        if for_host:
             write_host(folder, manifest, weights, hosts, context_length)
+            return
+        write_manifest(
+            folder,
+            model=manifest.model,
+            scheme=manifest.scheme,
+            npu=list(compiled),
+            placement=manifest.placement,
+            ranks=manifest.ranks,
+            checkpoint=manifest.checkpoint,
+            num_parameters=manifest.num_parameters,
+            npu_attention=npu_attention,
+            npu_settings=options.htp.compiled_settings if socs else {},
+        )
 
+    files = HOST_FILES if for_host else manifest.files
     try:
-        _assemble(engine, manifest, compiled, output, add_host, npu_attention)
+        _assemble(engine, [name for name in manifest.files if name in files], compiled, output, finish)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
@@ -122,30 +140,30 @@ def _check_absent(output: Path) -> None:
         raise ModelError(f"cannot write the engine directory {output}: {error.strerror or error}") from error
 
 
+def _check_host_first(model: str, options: EngineOptions, chunk_length: int, progress: Progress) -> None:
+    """Check that a host can run a checkpoint, before it is calibrated and compiled. The errors are those of
+    `check_host`.
+    """
+    plan, scheme = plan_model(model, options, progress)
+    placement = options_placement(options)
+    context_length = choose_context_length(plan, options)
+    plan, _ = plan_by_capability(plan.within(context_length), scheme, options, placement)
+    check_host(npu_plans(plan, placement, options, context_length, chunk_length)[context_length], context_length)
+
+
 def _assemble(
     engine: Path,
-    manifest: Manifest,
+    files: Sequence[str],
     compiled: Mapping[NpuTarget, Sequence[Path]],
     output: Path,
-    add_host: Callable[[Path], None],
-    npu_attention: Mapping[str, str | int],
+    finish: Callable[[Path], None],
 ) -> None:
+    """Write files and contexts into a temporary folder, finish it, and rename it."""
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
         _check_absent(output)  # another process may have written the folder in the meantime
         aside.mkdir()
-        for name in manifest.files:
+        for name in files:
             shutil.copyfile(engine / name, aside / name)
         for path in dict.fromkeys(path for paths in compiled.values() for path in paths):  # targets may share contexts
             shutil.copytree(path, aside / CONTEXTS / path.name)
-        add_host(aside)
-        write_manifest(
-            aside,
-            model=manifest.model,
-            scheme=manifest.scheme,
-            npu=list(compiled),
-            placement=manifest.placement,
-            ranks=manifest.ranks,
-            checkpoint=manifest.checkpoint,
-            num_parameters=manifest.num_parameters,
-            npu_attention=npu_attention,
-        )
+        finish(aside)

@@ -136,6 +136,7 @@ class LoadOptions(TypedDict, total=False):
     weights: KeptWeights
     soc: str | None
     on_npu_failure: OnNpuFailure | None
+    recompile: bool
     htp: HtpOptions
     context_shift: bool
     context_keep: int
@@ -451,6 +452,14 @@ class EngineOptions:
         group="Devices",
         choices=lambda: get_args(OnNpuFailure),
         noun="answer to an NPU's failure",
+        needs=(_NPU,),
+    )
+    recompile: bool = declared_option(
+        "--recompile/--no-recompile",
+        "Compile contexts that an engine directory lacks, e.g. for another SoC, chunk length or version of "
+        "onnxruntime-qnn.  [default: refuse to run]",
+        group="Devices",
+        default=False,
         needs=(_NPU,),
     )
     htp: HtpOptions = declared_option(

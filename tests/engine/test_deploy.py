@@ -122,6 +122,7 @@ def test_manifest_contains_versions_hashes_and_targets(deployed):
         "checkpoint": sampled_digest(CHECKPOINT),
         "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
         "npu_attention": {},
+        "npu_settings": {},
     }
 
 
@@ -200,26 +201,64 @@ def test_engine_directory_runs_without_onnx_and_checkpoint(device, tmp_path):
 
 
 def test_missing_onnx_prints_one_line(device, tmp_path):
-    finished = run_without_onnx(device, tmp_path, chunk_length=48)
+    finished = run_without_onnx(device, tmp_path, chunk_length=48, recompile=True)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
     assert line.startswith(f"{device}/npu contains no usable context of static.0 for SM8650, chunks of 48 and ")
     assert "needs onnx-ir" in line
 
 
-@pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
-def test_missing_contexts_are_compiled_into_the_cache(device, tmp_path, options, caplog):
-    before = files_of(device)
-    _, num_compiled = run(device, **options)
-    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+OTHERS = pytest.mark.parametrize(
+    ("options", "lacks"),
+    [
+        ({"chunk_length": 48}, "for SM8650, chunks of 48 and "),
+        ({"soc": "SM8850"}, "for SM8850, chunks of 32 and "),
+        ({"attention": "npu", "npu_window": "24"}, " with `attention=npu` in place of auto;"),
+        ({"htp": HtpOptions(vtcm_mb=4)}, " with vtcm_mb=4;"),
+    ],
+    ids=str,
+)
+
+
+@OTHERS
+def test_missing_contexts_are_an_error_before_anything_is_compiled(device, tmp_path, options, lacks):
+    with pytest.raises(CompileError) as raised:
+        run(device, **options)
+    told = str(raised.value)
     assert told.startswith(f"{device} was compiled for SM8650, chunks of 8; SM8650, chunks of 32; ")
+    assert lacks in told
+    assert told.endswith("; choose a compiled target, or compile here with `recompile=True`")
+    assert not list((tmp_path / "home").glob("contexts/*"))
+
+
+@OTHERS
+def test_missing_contexts_are_compiled_into_the_cache_on_request(device, tmp_path, options, lacks, caplog):
+    before = files_of(device)
+    _, num_compiled = run(device, recompile=True, **options)
+    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+    assert lacks in f"{told};"
     assert told.endswith(f"missing contexts are compiled into {tmp_path / 'home' / 'contexts'}")
-    assert num_compiled == len(STATIC) == len(list((tmp_path / "home" / "contexts").iterdir()))
+    assert num_compiled == len(list((tmp_path / "home" / "contexts").iterdir())) > 0
     assert run(device, **options)[1] == 0
     assert files_of(device) == before
 
 
-def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, caplog):
+def test_missing_contexts_with_fallback_leave_all_work_to_the_cpu(device, caplog):
+    with chunkrt.load(device, npu="qnn", soc="SM8850", on_npu_failure="fallback") as engine:
+        assert engine.loaded.npu_backend is engine.loaded.cpu_backend
+    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+    assert told.endswith("compile here with `recompile=True`; the CPU takes over")
+
+
+def test_command_names_the_flag_that_compiles(device, command):
+    finished = command("run", device, "--npu", "qnn", "--soc", "SM8850", "-p", "hello")
+    assert (finished.status, finished.out) == (1, "")
+    (line,) = [line for line in finished.err.splitlines() if "was compiled for" in line]
+    assert line.endswith("or compile here with --recompile")
+    assert command("run", device, "--npu", "qnn", "--soc", "SM8850", "--recompile", "-p", "hello", "-n", 1).status == 0
+
+
+def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, command):
     options = EngineOptions(npu="qnn", attention="npu", npu_window="8,16", npu_graph="layers=1", context_length=24)
     output = tmp_path / "output"
     compile_engine(str(CHECKPOINT), output, options, socs=["SM8650"], chunk_lengths=[8])
@@ -227,17 +266,18 @@ def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, cap
     with chunkrt.load(output, npu="qnn") as engine:
         assert engine.context_length == 24
         assert (engine.loaded.npu_backend.num_compiled, engine.options.npu_window) == (0, "8,16")
-    assert not [message for message in caplog.messages if "compiled for" in message]
-    with chunkrt.load(output, npu="qnn", npu_window="12") as engine:
-        assert engine.loaded.npu_backend.num_compiled > 0
-    told = [message for message in caplog.messages if "compiled for" in message]
-    assert told[0] == (
-        "attention was compiled for the NPU with npu_window 8,16, and 12 is requested; "
-        "the missing contexts are compiled"
-    )
-    assert len(told) == 2
+    with pytest.raises(CompileError, match=r"with `npu_window=12` in place of 8,16; choose"):
+        chunkrt.load(output, npu="qnn", npu_window="12")
     with chunkrt.load(output, npu="native") as engine:
         assert engine.options.attention == "auto"
+    for arguments in (("plan", output, "--npu", "qnn"), ("fit", output, "--soc", "SM8650")):
+        finished = command(*arguments, "--json")
+        assert "of 8" in finished.out or "at most 8 tokens before them" in finished.err
+    again = compile_engine(
+        str(output), tmp_path / "again", EngineOptions(npu="qnn"), socs=["SM8650"], chunk_lengths=[8]
+    )
+    assert again["npu"][0]["contexts"] == len(list((output / "npu").iterdir()))
+    assert read_manifest(tmp_path / "again").npu_attention == read_manifest(output).npu_attention
 
 
 def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path):
@@ -248,15 +288,17 @@ def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path
         target["library"] = "2.6.0"
     manifest.write_text(json.dumps(data))
     with pytest.raises(
-        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which compiled the existing contexts, or pip"
+        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which compiled the existing contexts, or choose"
     ):
         run(tmp_path / "other", chunk_length=48)
+    with pytest.raises(CompileError, match=r"or pip install onnx-ir, or recompile the model$"):
+        run(tmp_path / "other", chunk_length=48, recompile=True)
 
 
 @pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
 def test_missing_contexts_need_onnx(device, without_onnx, options):
     with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or recompile the model$"):
-        run(device, **options)
+        run(device, recompile=True, **options)
 
 
 def truncate(path):
@@ -375,7 +417,8 @@ def test_vtcm_setting_is_compiled_into_the_contexts(command, tmp_path, monkeypat
     assert command(*arguments).status == 0
     (tmp_path / "home").rename(tmp_path / "nobody's")
     assert run(tmp_path / "output", htp=HtpOptions(vtcm_mb=4))[1] == 0
-    assert run(tmp_path / "output")[1] == len(STATIC)
+    assert run(tmp_path / "output")[1] == 0
+    assert run(tmp_path / "output", htp=HtpOptions(vtcm_mb=2), recompile=True)[1] == len(STATIC)
 
 
 def test_ctrl_c_leaves_no_output_and_the_next_call_continues(command, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """The qnn backend: static subgraphs on Qualcomm's Hexagon NPU through onnxruntime-qnn, or on its emulator."""
 
-from chunkrt.backends.qnn.backend import QnnBackend
+from chunkrt.backends.qnn.backend import CompiledFor, QnnBackend
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.library import INSTALL, has_npu, is_installed, open_htp, this_soc
 from chunkrt.backends.qnn.socs import SOCS, Soc, find_soc
@@ -8,6 +8,7 @@ from chunkrt.backends.qnn.socs import SOCS, Soc, find_soc
 __all__ = [
     "INSTALL",
     "SOCS",
+    "CompiledFor",
     "HtpOptions",
     "QnnBackend",
     "Soc",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,25 @@ from chunkrt.quant.scheme import Scheme
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompiledFor:
+    """The targets of an engine directory that was compiled for NPUs.
+
+    Attributes:
+        folder: the directory.
+        targets: descriptions of its SoCs and chunk lengths.
+        libraries: the versions of onnxruntime-qnn that compiled its contexts.
+        changes: description of options that differ from those of the compilation; empty if none do.
+        recompiles: True if missing contexts are compiled, False if they are an error.
+    """
+
+    folder: Path
+    targets: Sequence[str]
+    libraries: Sequence[str]
+    changes: str = ""
+    recompiles: bool = False
+
+
 class QnnBackend:
     """Backend that compiles each static subgraph once for a chunk length and an SoC, and stores the results on disk.
 
@@ -32,8 +51,7 @@ class QnnBackend:
         soc: the SoC to compile for, and to run on or to emulate.
         contexts: a folder for compiled contexts, shared by all models; missing contexts are compiled into it.
         compiled: a folder that is searched first and never written: the contexts of an engine directory.
-        compiled_by: the versions of onnxruntime-qnn that compiled the contexts in `compiled`.
-        compiled_for: descriptions of the targets of the contexts in `compiled`.
+        origin: the targets of the contexts in `compiled`; None if all contexts may be compiled without notice.
         options: settings of the NPU.
 
     Raises:
@@ -52,15 +70,14 @@ class QnnBackend:
         *,
         contexts: Path,
         compiled: Path | None = None,
-        compiled_by: Collection[str] = (),
-        compiled_for: Sequence[str] = (),
+        origin: CompiledFor | None = None,
         options: HtpOptions | None = None,
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
         self._contexts = ContextFolder(contexts)
         self._compiled = ContextFolder(compiled) if compiled else None
-        self._compiled_by, self._compiled_for = compiled_by, compiled_for
+        self._origin = origin
         self._options = options or HtpOptions()
         self._options.check_known()
         self.num_compiled = 0
@@ -94,35 +111,23 @@ class QnnBackend:
         """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`."""
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         key = self.key(subgraph, plan, chunk_length, scheme, weights)
-        for folder in (f for f in (self._compiled, self._contexts) if f):
+        folders = [folder for folder in (self._compiled, self._contexts) if folder]
+        for folder in folders:
             if wrapper := folder.find(key):
                 return wrapper
+        if self._origin and not self.num_compiled and not any(folder.has(key) for folder in folders):
+            self._report_mismatch(self._origin, subgraph, chunk_length)
         try:
             from chunkrt.backends.qnn.model import npu_model
         except ImportError as error:
             where = f"{self._compiled.path} contains" if self._compiled else "there is"
             vtcm = f", {self._options.vtcm_mb} MiB of VTCM" if self._options.vtcm_mb else ""
-            others = sorted(set(self._compiled_by) - {self.htp.version})
-            remedy = f"pip install {PACKAGE}=={others[0]}, which compiled the existing contexts, or " if others else ""
             raise CompileError(
                 f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length}{vtcm} and "
-                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; {remedy}pip install onnx-ir, or "
-                "recompile the model"
+                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; {self._other_library()}pip "
+                "install onnx-ir, or recompile the model"
             ) from error
         model = npu_model(plan, subgraph, chunk_length, scheme, weights)
-
-        if self._compiled_for and not self.num_compiled:
-            log.warning(
-                "%s was compiled for %s by onnxruntime-qnn %s, and lacks contexts for %s, chunks of %d and %s; missing "
-                "contexts are compiled into %s",
-                self._compiled.path.parent if self._compiled else "the model",
-                "; ".join(self._compiled_for),
-                ", ".join(sorted(self._compiled_by)),
-                self.soc.name,
-                chunk_length,
-                self.htp.version,
-                self._contexts.path,
-            )
 
         def write(wrapper: Path) -> None:
             options = self._options.as_provider_options(compiling=True)
@@ -138,6 +143,27 @@ class QnnBackend:
             ) from error
         except Exception as error:  # an exception of ONNX Runtime
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
+
+    def _report_mismatch(self, origin: CompiledFor, subgraph: Subgraph, chunk_length: int) -> None:
+        """Log that contexts are missing and will be compiled. Raise CompileError if they must not be compiled."""
+        changes = f" with {origin.changes}" if origin.changes else ""
+        told = (
+            f"{origin.folder} was compiled for {'; '.join(origin.targets)} by onnxruntime-qnn "
+            f"{', '.join(origin.libraries)}, and lacks the context of {subgraph.name} for {self.soc.name}, chunks of "
+            f"{chunk_length} and {self.htp.version}{changes}"
+        )
+        if not origin.recompiles:
+            raise CompileError(
+                f"{told}; {self._other_library()}choose a compiled target, or compile here with `recompile=True`"
+            )
+        log.warning("%s; missing contexts are compiled into %s", told, self._contexts.path)
+
+    def _other_library(self) -> str:
+        """Return a remedy if another version of the library compiled the directory's contexts, or an empty string."""
+        others = [
+            library for library in (self._origin.libraries if self._origin else ()) if library != self.htp.version
+        ]
+        return f"pip install {PACKAGE}=={others[0]}, which compiled the existing contexts, or " if others else ""
 
     def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
         """Return the name of a context: a readable prefix, then a hash of all inputs of its compilation.

@@ -39,6 +39,10 @@ class ContextFolder:
             log.warning("%s is damaged (%s); it is not used", folder, str(error) or type(error).__name__)
             return None
 
+    def has(self, key: str) -> bool:
+        """Return True if the context exists, even if it is damaged."""
+        return (self.path / key).is_dir()
+
     def make(self, key: str, write: Callable[[Path], None]) -> Path:
         """Return the path of a context's wrapper; unless the context exists and is intact, `write(wrapper path)` writes
         it.
