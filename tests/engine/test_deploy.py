@@ -19,11 +19,14 @@ import numpy as np
 import pytest
 from damaged_files import flip_a_bit
 from fixture_checkpoints import checkpoint, input_ids
+from random_folders import write_folder
 
 import chunkrt
 from chunkrt import files
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
 from chunkrt.checkpoints.checkpoint import sampled_digest
+from chunkrt.checkpoints.source import weights_digest
+from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
@@ -138,6 +141,43 @@ def test_weights_are_stored_once_for_all_chunk_lengths(tmp_path):
     assert {name.split("-")[2] for name in added} == {"r128"}
     size = (tmp_path / "two" / "engine.json").stat().st_size - (tmp_path / "one" / "engine.json").stat().st_size
     assert two["bytes"] - one["bytes"] == size + sum((tmp_path / "two" / name).stat().st_size for name in added)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint with one layer of SmolLM2-135M's shape, and its calibration."""
+    folder = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    path = write_folder(folder / "wide", num_hidden_layers=1, max_position_embeddings=256, **sizes)
+    planned = plan_checkpoint(path, {})
+    tokens = np.random.default_rng(1).integers(0, planned.plan.vocab_size, 64)
+    calibrate(planned.plan, planned.load, tokens, model="wide", weights=weights_digest(planned.source)).save(
+        folder / "wide.npz"
+    )
+    return path, folder / "wide.npz"
+
+
+def test_contexts_of_several_chunk_lengths_store_weights_once_per_soc(wide, tmp_path, monkeypatch):
+    path, calibration = wide
+    options = EngineOptions(npu="qnn", scheme="w8a16", calibration=calibration)
+
+    def compiled(name, chunk_lengths):
+        compile_engine(str(path), tmp_path / name, options, socs=["SM8650", "SM8750"], chunk_lengths=chunk_lengths)
+        return sum(path.stat().st_size for path in (tmp_path / name / "npu").rglob("*") if path.is_file())
+
+    assert compiled("several", [1, 32, 128]) < 1.1 * compiled("one", [32])
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    tokens = np.arange(3)
+    for soc, length in (("SM8750", 128), ("SM8650", 1)):
+        with chunkrt.load(tmp_path / "several", npu="qnn", soc=soc, chunk_length=length) as engine:
+            assert engine.loaded.npu_backend.num_compiled == 0
+            found = engine.session().prefill(tokens).logits
+        with chunkrt.load(path, npu="qnn", scheme="w8a16", calibration=calibration, chunk_length=length) as engine:
+            np.testing.assert_array_equal(found, engine.session().prefill(tokens).logits)
+    again = EngineOptions(npu="qnn")
+    compile_engine(str(tmp_path / "several"), tmp_path / "again", again, socs=["SM8750"], chunk_lengths=[128])
+    with chunkrt.load(tmp_path / "again", npu="qnn") as engine:
+        assert engine.loaded.npu_backend.num_compiled == 0
 
 
 @pytest.mark.sampled(every=4)

@@ -115,6 +115,11 @@ class QnnBackend:
         for folder in folders:
             if wrapper := folder.find(key):
                 return wrapper
+        try:
+            if self._compiled and (wrapper := self._compiled.assemble(key, self._contexts)):
+                return wrapper
+        except OSError as error:
+            raise self._unwritable(subgraph, error) from error
         if self._origin and not self.num_compiled and not any(folder.has(key) for folder in folders):
             self._report_mismatch(self._origin, subgraph, chunk_length)
         try:
@@ -137,12 +142,15 @@ class QnnBackend:
         try:
             return self._contexts.make(key, write)
         except OSError as error:
-            raise CompileError(
-                f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
-                "CHUNKRT_HOME to move it"
-            ) from error
+            raise self._unwritable(subgraph, error) from error
         except Exception as error:  # an exception of ONNX Runtime
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
+
+    def _unwritable(self, subgraph: Subgraph, error: OSError) -> CompileError:
+        return CompileError(
+            f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
+            "CHUNKRT_HOME to move it"
+        )
 
     def _report_mismatch(self, origin: CompiledFor, subgraph: Subgraph, chunk_length: int) -> None:
         """Log that contexts are missing and will be compiled. Raise CompileError if they must not be compiled."""
