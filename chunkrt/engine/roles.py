@@ -234,6 +234,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         compiled=compiled if compiled.is_dir() else None,
         origin=origin,
         options=options.htp,
+        limit_s=options.npu_timeout,
     )
     if backend.htp.is_emulated:
         _tell_of_emulation()

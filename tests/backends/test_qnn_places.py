@@ -11,6 +11,7 @@ import pytest
 from native_cases import make_case, node, tensor
 
 from chunkrt.backends.qnn.executable import NUM_PLACES, QnnExecutable
+from chunkrt.backends.qnn.timed_calls import TimedCalls
 from chunkrt.errors import BackendError, DeviceLostError
 
 pytest.importorskip("onnxruntime")
@@ -49,8 +50,9 @@ class FakeSession:
 def made() -> tuple[QnnExecutable, FakeSession]:
     subgraph, plan, _ = make_case([node("Add", "x x", "y")], [tensor("x", "T", WIDTH), tensor("y", "T", WIDTH)], "y")
     session = FakeSession()
-    htp: Any = SimpleNamespace(memory=None, turn=threading.Lock())
-    return QnnExecutable(subgraph, plan, ROWS, session, htp), session
+    calls = TimedCalls()
+    executable = QnnExecutable(subgraph, plan, ROWS, lambda: session, lambda function: calls.call(function, TIMEOUT))
+    return executable, session
 
 
 class Call(threading.Thread):

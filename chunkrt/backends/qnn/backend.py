@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from chunkrt.backends.base import Executable, Support
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
-from chunkrt.backends.qnn.executable import QnnExecutable, WindowedExecutable
+from chunkrt.backends.qnn.executable import ContextSlot, QnnExecutable, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
 from chunkrt.backends.qnn.socs import Soc
+from chunkrt.backends.qnn.timed_calls import DEVICE_LIMIT_S, EMULATOR_LIMIT_S
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import CompileError, DeviceLostError
+from chunkrt.errors import CompileError
 from chunkrt.graph.plan import Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import Scheme
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class QnnBackend:
         compiled: a folder that is searched first and never written: the contexts of an engine directory.
         origin: the targets of the contexts in `compiled`; None if all contexts may be compiled without notice.
         options: settings of the NPU.
+        limit_s: seconds after which a call counts as lost; by default that of devices or of the emulator.
 
     Raises:
         BackendUnavailableError: onnxruntime-qnn is not installed or does not load.
@@ -72,6 +77,7 @@ class QnnBackend:
         compiled: Path | None = None,
         origin: CompiledFor | None = None,
         options: HtpOptions | None = None,
+        limit_s: float | None = None,
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
@@ -80,6 +86,8 @@ class QnnBackend:
         self._origin = origin
         self._options = options or HtpOptions()
         self._options.check_known()
+        self._limit_s = limit_s or (EMULATOR_LIMIT_S if self.htp.is_emulated else DEVICE_LIMIT_S)
+        self._slots: WeakSet[ContextSlot] = WeakSet()
         self.num_compiled = 0
         """Number of contexts that were compiled because they were not on disk."""
 
@@ -99,13 +107,34 @@ class QnnBackend:
             DeviceLostError: the NPU refuses the context, or lacks memory for its inputs and outputs.
         """
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
-        try:
-            session = open_session(self.htp, self.soc, wrapper, options=self._options.as_provider_options())
-            if subgraph.state:
-                return WindowedExecutable(subgraph, plan, chunk_length, session, self.htp, weights)
-            return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
-        except Exception as error:  # ONNX Runtime raises many unrelated types
-            raise DeviceLostError(f"the NPU refuses the context of {subgraph.name}: {error}") from error
+        options = self._options.as_provider_options()
+
+        def open_on_npu() -> Any:
+            return self._call(lambda: open_session(self.htp, self.soc, wrapper, options=options))
+
+        executable = (
+            WindowedExecutable(subgraph, plan, chunk_length, open_on_npu, self._call, weights)
+            if subgraph.state
+            else QnnExecutable(subgraph, plan, chunk_length, open_on_npu, self._call)
+        )
+        self._slots.add(executable.slot)
+        return executable
+
+    def restore(self) -> None:
+        """Close all contexts, open them again from their files, and run each once. Requires that no call is made in the
+        meantime.
+
+        Raises:
+            DeviceLostError: the NPU refuses a context, fails or does not respond.
+        """
+        slots = list(self._slots)
+        for slot in slots:
+            slot.close()
+        for slot in slots:
+            slot.reopen()
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        return self.htp.calls.call(function, self._limit_s)
 
     def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
         """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`."""

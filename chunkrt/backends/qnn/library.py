@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn.socs import SOCS, Soc
+from chunkrt.backends.qnn.timed_calls import TimedCalls
 from chunkrt.errors import BackendUnavailableError, ConfigError
 
 PACKAGE = "onnxruntime-qnn"
@@ -43,14 +43,14 @@ class Htp:
 
     Attributes:
         device: the device on which sessions are opened.
-        turn: lock that a call holds while the processor computes, because it computes one graph at a time.
+        calls: the thread that calls the processor, because it computes one graph at a time.
     """
 
     version: str
     is_emulated: bool
     device: Any
     backend_path: str
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    calls: TimedCalls = field(default_factory=TimedCalls)
 
 
 def is_installed() -> bool:
