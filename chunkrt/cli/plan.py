@@ -231,7 +231,7 @@ def _print(
     if history_bytes := sum(f.history_bytes for f in figures):
         click.echo(
             f"attention on the npu keeps {history_bytes / 1e6:.2f} MB of caches in buffers: each chunk converts its "
-            "new rows (all rows if sequences alternate), and the driver copies all of them"
+            "new rows (all rows if sequences alternate)"
         )
     if converted_bytes := sum(f.converted_bytes for f in figures):
         entering_bytes = sum(f.entering_bytes for f in figures)
@@ -239,6 +239,8 @@ def _print(
             f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 per chunk: "
             f"{entering_bytes / 1e6:.2f} MB enter it, {(converted_bytes - entering_bytes) / 1e6:.2f} MB leave it"
         )
+        driver_bytes = sum(f.driver_bytes for f in figures)
+        click.echo(f"its driver copies {driver_bytes / 1e6:.2f} MB per chunk, unless CPU and NPU share the memory")
     click.echo(
         f"attention over {prompt_length} tokens: {attention.chunked_flops / 1e9:.2f} GFLOP in chunks, "
         f"{attention.unchunked_flops / 1e9:.2f} GFLOP at once (ratio {ratio:.3f})"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from native_cases import make_case, node, tensor
 
-from chunkrt.backends.qnn.executable import NUM_PLACES, QnnExecutable
+from chunkrt.backends.qnn.executable import NUM_PLACES, Context, QnnExecutable
 from chunkrt.backends.qnn.timed_calls import TimedCalls
 from chunkrt.errors import BackendError, DeviceLostError
 
@@ -51,8 +51,12 @@ def made() -> tuple[QnnExecutable, FakeSession]:
     subgraph, plan, _ = make_case([node("Add", "x x", "y")], [tensor("x", "T", WIDTH), tensor("y", "T", WIDTH)], "y")
     session = FakeSession()
     calls = TimedCalls()
-    executable = QnnExecutable(subgraph, plan, ROWS, lambda: session, lambda function: calls.call(function, TIMEOUT))
-    return executable, session
+
+    def open_context(inputs: Any, outputs: Any, num_places: int) -> Context:
+        call = lambda function: calls.call(function, TIMEOUT)  # noqa: E731
+        return Context("static.0", session, inputs, outputs, call, num_places=num_places)
+
+    return QnnExecutable(subgraph, plan, ROWS, open_context), session
 
 
 class Call(threading.Thread):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from chunkrt.backends.base import Executable, Support
+from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, ordinary_buffer, shared_buffer
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
-from chunkrt.backends.qnn.executable import ContextSlot, QnnExecutable, WindowedExecutable
+from chunkrt.backends.qnn.executable import Context, ContextSlot, QnnExecutable, Shapes, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
@@ -87,6 +88,7 @@ class QnnBackend:
         self._options = options or HtpOptions()
         self._options.check_known()
         self._limit_s = limit_s or (EMULATOR_LIMIT_S if self.htp.is_emulated else DEVICE_LIMIT_S)
+        self._shares_memory = not self.htp.is_emulated
         self._slots: WeakSet[ContextSlot] = WeakSet()
         self.num_compiled = 0
         """Number of contexts that were compiled because they were not on disk."""
@@ -107,15 +109,14 @@ class QnnBackend:
             DeviceLostError: the NPU refuses the context, or lacks memory for its inputs and outputs.
         """
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
-        options = self._options.as_provider_options()
 
-        def open_on_npu() -> Any:
-            return self._call(lambda: open_session(self.htp, self.soc, wrapper, options=options))
+        def open_context(inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+            return self._open_context(subgraph.name, wrapper, inputs, outputs, num_places)
 
         executable = (
-            WindowedExecutable(subgraph, plan, chunk_length, open_on_npu, self._call, weights)
+            WindowedExecutable(subgraph, plan, chunk_length, open_context, weights)
             if subgraph.state
-            else QnnExecutable(subgraph, plan, chunk_length, open_on_npu, self._call)
+            else QnnExecutable(subgraph, plan, chunk_length, open_context)
         )
         self._slots.add(executable.slot)
         return executable
@@ -132,6 +133,41 @@ class QnnBackend:
             slot.close()
         for slot in slots:
             slot.reopen()
+
+    def _open_context(self, name: str, wrapper: Path, inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+        """Open a context with buffers in memory that CPU and NPU share, or in ordinary memory if the emulator computes,
+        or if sharing failed once.
+        """
+        options = self._options.as_provider_options()
+
+        def opened(session_options: Mapping[str, str], allocate: Callable[[Any, Sequence[int]], Buffer]) -> Context:
+            session = self._call(lambda: open_session(self.htp, self.soc, wrapper, options=session_options))
+            return Context(
+                name,
+                session,
+                inputs,
+                outputs,
+                self._call,
+                num_places=num_places,
+                allocate=lambda shape: allocate(session, shape),
+            )
+
+        if self._shares_memory:
+            try:
+                context = opened(
+                    {**options, SHARED_MEMORY_OPTION: "1"},
+                    lambda session, shape: shared_buffer(session, self.htp.device, shape),
+                )
+                context.probe()
+                return context
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                self._shares_memory = False
+                log.warning(
+                    "CPU and NPU share no memory (%s: %s); the driver copies all inputs and outputs of each run",
+                    name,
+                    error,
+                )
+        return opened(options, lambda session, shape: ordinary_buffer(shape))
 
     def _call(self, function: Callable[[], Result]) -> Result:
         return self.htp.calls.call(function, self._limit_s)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
+from chunkrt.backends.qnn.buffers import Buffer, ordinary_buffer
 from chunkrt.backends.qnn.htp_support import graph_rows
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
@@ -29,6 +30,11 @@ class Call(Protocol):
     def __call__(self, function: Callable[[], Result], /) -> Result:
         """Return the result of a function; see `TimedCalls.call`."""
         ...
+
+
+Shapes = Mapping[str, Sequence[int]]
+OpenContext = Callable[[Shapes, Shapes, int], "Context"]
+"""Function that opens a context for shapes of inputs and outputs by name, and a number of calls at once."""
 
 
 NUM_PLACES = 2
@@ -55,6 +61,7 @@ class Context:
         inputs, outputs: shapes by name.
         call: calls a function on the processor, which computes one call at a time; see `TimedCalls.call`.
         num_places: number of calls that can be in progress at once.
+        allocate: makes a buffer of a shape.
 
     Attributes:
         held: positions of a history in the buffers.
@@ -69,11 +76,12 @@ class Context:
         call: Call,
         *,
         num_places: int,
+        allocate: Callable[[Sequence[int]], Buffer] = ordinary_buffer,
     ) -> None:
         self.held = NOTHING
         self._name = name
         self._session, self._call = session, call
-        self._places = [BoundBuffers(session.io_binding(), inputs, outputs) for _ in range(num_places)]
+        self._places = [BoundBuffers(session.io_binding(), inputs, outputs, allocate) for _ in range(num_places)]
 
     @property
     def place(self) -> BoundBuffers:
@@ -147,17 +155,20 @@ class BoundBuffers:
         turn: lock that a call holds while it uses the buffers.
     """
 
-    def __init__(self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]]) -> None:
-        import onnxruntime as ort
-
+    def __init__(
+        self,
+        binding: Any,
+        inputs: Mapping[str, Sequence[int]],
+        outputs: Mapping[str, Sequence[int]],
+        allocate: Callable[[Sequence[int]], Buffer],
+    ) -> None:
         self.binding, self.turn = binding, Lock()
         self.buffers: dict[str, NDArray[np.float16]] = {}
         self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
         for bind, shapes in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
             for name, shape in shapes.items():
-                buffer = np.zeros(tuple(shape), np.float16)
-                value = ort.OrtValue.ortvalue_from_numpy(buffer)
+                buffer, value = allocate(shape)
                 bind(name + FLOAT16_SUFFIX, value)
                 self._values.append(value)
                 self.buffers[name] = buffer
@@ -202,19 +213,14 @@ class BoundBuffers:
 class QnnExecutable:
     """Executable of a static subgraph, which takes complete chunks."""
 
-    def __init__(
-        self, subgraph: Subgraph, plan: Plan, chunk_length: int, open_session: Callable[[], Any], call: Call
-    ) -> None:
+    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, open_context: OpenContext) -> None:
         self.fixed_length: int | None = chunk_length
         rows = graph_rows(chunk_length)
         inputs, outputs = (
             {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
             for names in (subgraph.inputs, subgraph.outputs)
         )
-        self.slot = ContextSlot(
-            subgraph.name,
-            lambda: Context(subgraph.name, open_session(), inputs, outputs, call, num_places=NUM_PLACES),
-        )
+        self.slot = ContextSlot(subgraph.name, lambda: open_context(inputs, outputs, NUM_PLACES))
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
         """See `Executable.run`. If several threads call this, one call computes while the others convert values.
@@ -294,8 +300,7 @@ class WindowedExecutable:
         subgraph: Subgraph,
         plan: Plan,
         chunk_length: int,
-        open_session: Callable[[], Any],
-        call: Call,
+        open_context: OpenContext,
         weights: WeightStore,
     ) -> None:
         self._name = subgraph.name
@@ -306,10 +311,7 @@ class WindowedExecutable:
         self._tables = {name: weights.array(name) for name in edges.tables}
         # The state orders the chunks of a sequence, so the next chunk's inputs cannot be converted while a chunk is
         # computed.
-        self.slot = ContextSlot(
-            subgraph.name,
-            lambda: Context(subgraph.name, open_session(), edges.inputs, edges.outputs, call, num_places=1),
-        )
+        self.slot = ContextSlot(subgraph.name, lambda: open_context(edges.inputs, edges.outputs, 1))
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
         """See `Executable.run`. Raises as `run_after`."""

@@ -43,7 +43,7 @@ SET_BY_CHUNKRT = {
     "soc_model": "name the SoC with `soc`",
     "htp_arch": "name the SoC with `soc`",
     "enable_block_quant_weight_optimization": "without it 4-bit weights are computed wrongly",
-    "enable_htp_shared_memory_allocator": "chunkrt allocates buffers itself, in memory that is not shared with the NPU",
+    "enable_htp_shared_memory_allocator": "buffers are in memory that CPU and NPU share, where this is possible",
     "ep.share_ep_contexts": "a context holds one subgraph and shares no weights with others",
     "offload_graph_io_quantization": "values enter and leave as float16",
 }
