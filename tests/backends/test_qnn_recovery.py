@@ -7,15 +7,17 @@ take minutes.
 import logging
 import random
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
+import httpx
 import numpy as np
 import onnxruntime as ort
 import pytest
 from fake_backend import wait_until
 from fixture_checkpoints import checkpoint
 from gates import at_once
+from server_of_tests import serving
 
 import chunkrt
 from chunkrt.backends import fallback, qnn
@@ -295,6 +297,17 @@ def outcome(call):
         return call()
     except DeviceLostError as error:
         return error
+
+
+def test_server_reports_the_npu(calibration, faults):
+    with load(calibration, on_npu_failure="fallback") as engine, serving(engine) as (_, url):
+        assert httpx.get(f"{url}/health").json() == {"status": "ok", "npu": asdict(fallback.NpuState())}
+        faults.arm("kill", 1)
+        answer(engine, 0)
+        wait_until(lambda: httpx.get(f"{url}/health").json()["npu"]["status"] == "ok")
+        told = httpx.get(f"{url}/health").json()["npu"]
+        assert (told["failures"], told["restored"]) == (1, 1)
+        assert httpx.get(f"{url}/stats").json()["npu"] == told
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), "soon"])

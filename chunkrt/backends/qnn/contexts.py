@@ -11,15 +11,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.files import cached_entry, content_fingerprint, fingerprint, read_json, written_aside
+from chunkrt.files import (
+    bytes_below,
+    cached_entry,
+    content_fingerprint,
+    fingerprint,
+    only_writer,
+    read_json,
+    remove,
+    written_aside,
+)
 
 FORMAT = 2
 """Version of the format of contexts, and of the graphs that `model.py` makes: raised when the format or the graphs
@@ -48,7 +60,12 @@ class ContextFolder:
         if not folder.is_dir():
             return None
         try:
-            return None if BASE in read_json(folder / RECORD) else _whole(folder)
+            if BASE in read_json(folder / RECORD):
+                return None
+            wrapper = _whole(folder)
+            with suppress(OSError):  # the folder may be read-only
+                os.utime(folder / RECORD)
+            return wrapper
         except _DAMAGES as error:
             _report_damage(folder, error)
             return None
@@ -89,6 +106,26 @@ class ContextFolder:
     def has(self, key: str) -> bool:
         """Return True if the context exists, even if it is damaged."""
         return (self.path / key).is_dir()
+
+    def evict(self, *, unused_s: float | None = None, most_bytes: int | None = None) -> int:
+        """Remove contexts, and return their bytes.
+
+        Args:
+            unused_s: remove contexts that were not used for this number of seconds.
+            most_bytes: remove the least recently used contexts until the others take at most this number of bytes.
+
+        Raises:
+            OSError: a context cannot be removed.
+        """
+        with only_writer(self.path, "removing contexts"):
+            used = sorted(_last_use(folder) for folder in self.path.iterdir() if not folder.name.startswith("."))
+            kept_bytes, freed_bytes = sum(num_bytes for _, num_bytes, _ in used), 0
+            for used_at, num_bytes, folder in used:
+                is_old = unused_s is not None and time.time() - used_at > unused_s
+                if is_old or (most_bytes is not None and kept_bytes - freed_bytes > most_bytes):
+                    remove(folder)
+                    freed_bytes += num_bytes
+        return freed_bytes
 
     def make(self, key: str, write: Callable[[Path], None]) -> Path:
         """Return the path of a context's wrapper; unless the context exists and is intact, `write(wrapper path)` writes
@@ -187,6 +224,12 @@ _DAMAGES = (
 
 def _report_damage(folder: Path, error: Exception) -> None:
     log.warning("%s is damaged (%s); it is not used", folder, str(error) or type(error).__name__)
+
+
+def _last_use(folder: Path) -> tuple[float, int, Path]:
+    """Return the time at which a context was last used, its bytes, and the folder."""
+    record = folder / RECORD
+    return (record if record.exists() else folder).stat().st_mtime, bytes_below(folder), folder
 
 
 def _plain_name(name: str) -> str:
