@@ -23,9 +23,10 @@ from random_folders import write_folder
 
 import chunkrt
 from chunkrt import files
-from chunkrt.backends.qnn import SOCS, HtpOptions, backend
+from chunkrt.backends.qnn import SOCS, HtpOptions, backend, library
 from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.checkpoints.source import weights_digest
+from chunkrt.cli import doctor
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
@@ -318,6 +319,52 @@ def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, com
     )
     assert again["npu"][0]["contexts"] == len(list((output / "npu").iterdir()))
     assert read_manifest(tmp_path / "again").npu_attention == read_manifest(output).npu_attention
+
+
+def findings_of(command, folder):
+    finished = command("doctor", folder, "--json")
+    assert finished.status == 0, finished.err
+    return {finding["what"]: finding for finding in json.loads(finished.out) if finding["what"] in DIRECTORY_CHECKS}
+
+
+DIRECTORY_CHECKS = ("directory", "contexts", "library", "SoC", "driver", "glibc", "ADSP_LIBRARY_PATH")
+
+
+def test_doctor_checks_an_engine_directory(device, command, tmp_path, monkeypatch):
+    found = findings_of(command, device)
+    assert list(found) == ["directory", "contexts", "library", "SoC"]
+    assert all(finding["ok"] for finding in found.values())
+    assert found["contexts"]["found"] == "; ".join(f"{soc}, chunks of {chunk}" for soc, chunk in COMPILED_FOR)
+    (context,) = (device / "npu").glob("SM8650-w8a16-r32-static.1-*")
+    flip_a_bit(context / "context_qnn.bin")
+    manifest = json.loads((device / "engine.json").read_text())
+    for target in manifest["npu"]:
+        target["library"] = "2.6.0"
+    (device / "engine.json").write_text(json.dumps(manifest))
+    found = findings_of(command, device)
+    assert [what for what, finding in found.items() if not finding["ok"]] == ["contexts", "library"]
+    assert found["contexts"]["found"] == f"{context.name} is damaged"
+    assert found["library"]["advice"] == "pip install onnxruntime-qnn==2.6.0"
+    (device / "plan.json").write_text("{}")
+    assert "plan.json has changed" in findings_of(command, device)["directory"]["found"]
+
+
+def test_doctor_checks_the_parts_that_a_device_needs(device, command, tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "is_emulating", lambda: False)
+    monkeypatch.setattr(doctor.qnn, "is_emulating", lambda: False)
+    monkeypatch.setattr(library, "LINUX_DEVICES", tmp_path / "devices")
+    (tmp_path / "devices" / "soc0").mkdir(parents=True)
+    (tmp_path / "devices" / "soc0" / "machine").write_text("SM8850\n")
+    monkeypatch.setenv("ADSP_LIBRARY_PATH", f"{tmp_path}/none;{tmp_path}")
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    found = findings_of(command, device)
+    assert [what for what, finding in found.items() if not finding["ok"]] == list(DIRECTORY_CHECKS[3:])
+    assert found["SoC"]["advice"] == "compile the model with --soc SM8850"
+    (tmp_path / "libQnnHtpV75Skel.so").touch()
+    (tmp_path / "devices" / "soc0" / "machine").write_text("SM8650\n")
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", "2.35"))
+    found = findings_of(command, device)
+    assert [what for what, finding in found.items() if not finding["ok"]] == ["driver"]
 
 
 def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path):

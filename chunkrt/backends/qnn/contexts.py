@@ -81,18 +81,9 @@ class ContextFolder:
         if not folder.is_dir():
             return None
         try:
-            record = read_json(folder / RECORD)
-            if BASE not in record:
+            if BASE not in read_json(folder / RECORD):
                 return None
-            base = self.find(_plain_name(record[BASE]))
-            if base is None:
-                raise ValueError(f"it differs from {record[BASE]}, which is missing or damaged")
-            made: dict[str, memoryview] = {WRAPPER: memoryview((folder / WRAPPER).read_bytes())}
-            for name in record["files"]:
-                if name != WRAPPER:
-                    made[_plain_name(name)] = _restored(folder / f"{name}{DIFFERENCE_SUFFIX}", base)
-                if list(content_fingerprint(made[name])) != record["files"][name]:
-                    raise ValueError(f"{name} differs from the written file")
+            made = self._restored_files(folder)
         except _DAMAGES as error:
             _report_damage(folder, error)
             return None
@@ -106,6 +97,34 @@ class ContextFolder:
     def has(self, key: str) -> bool:
         """Return True if the context exists, even if it is damaged."""
         return (self.path / key).is_dir()
+
+    def _restored_files(self, folder: Path) -> dict[str, memoryview]:
+        """Return the files of a context that is stored as a difference. Damaged files raise errors of various types."""
+        record = read_json(folder / RECORD)
+        base = self.find(_plain_name(record[BASE]))
+        if base is None:
+            raise ValueError(f"it differs from {record[BASE]}, which is missing or damaged")
+        made = {WRAPPER: memoryview((folder / WRAPPER).read_bytes())}
+        for name in record["files"]:
+            if name != WRAPPER:
+                made[_plain_name(name)] = _restored(folder / f"{name}{DIFFERENCE_SUFFIX}", base)
+            if list(content_fingerprint(made[name])) != record["files"][name]:
+                raise ValueError(f"{name} differs from the written file")
+        return made
+
+    def is_intact(self, key: str) -> bool:
+        """Return True if a context's files, or the difference and the context from which it differs, are intact. A
+        damaged context is reported.
+        """
+        try:
+            base = read_json(self.path / key / RECORD).get(BASE)
+            if base is None:
+                return self.find(key) is not None
+            self._restored_files(self.path / key)
+        except _DAMAGES as error:
+            _report_damage(self.path / key, error)
+            return False
+        return True
 
     def evict(self, *, unused_s: float | None = None, most_bytes: int | None = None) -> int:
         """Remove contexts, and return their bytes.

@@ -89,7 +89,7 @@ def this_soc() -> Soc | None:
     Raises:
         ConfigError: this machine has an NPU, and its operating system does not report a known SoC.
     """
-    if _is_emulating():
+    if is_emulating():
         return None
     described = " ".join(_descriptions())
     for soc in SOCS.values():
@@ -114,7 +114,7 @@ def _descriptions() -> Iterator[str]:
 
 def has_npu() -> bool:
     """Return whether this machine has a Hexagon NPU that the plug-in can reach."""
-    if not is_installed() or _is_emulating():
+    if not is_installed() or is_emulating():
         return False
     import onnxruntime as ort
 
@@ -152,7 +152,7 @@ def open_htp() -> Htp:
     device = min(devices, key=lambda d: d.device.type != is_npu)
     return Htp(
         version=version,
-        is_emulated=_is_emulating(),
+        is_emulated=is_emulating(),
         device=device,
         backend_path=onnxruntime_qnn.get_qnn_htp_path(),
     )
@@ -202,7 +202,8 @@ def _missing_driver() -> str:
     return f"this kernel lacks the vendor's driver, which provides {devices[0]}"
 
 
-def _is_emulating() -> bool:
+def is_emulating() -> bool:
+    """Return True if the library emulates NPUs on this machine."""
     return platform.machine().lower() in EMULATING_MACHINES
 
 
