@@ -63,7 +63,7 @@ def doctor(folder: Path | None, as_json: bool) -> None:
     """
     findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), *_plugins(), _cache()]
     if folder is not None:
-        findings += _directory(folder)
+        findings += check_directory(folder)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -144,7 +144,7 @@ def _npu() -> Finding:
     return Finding(what="npu", ok=True, found=f"Hexagon of {soc.name if soc else '?'}, onnxruntime-qnn {htp.version}")
 
 
-def _directory(folder: Path) -> list[Finding]:
+def check_directory(folder: Path) -> list[Finding]:
     """Check an engine directory: its files, and its contexts against the library and the SoC of this machine."""
     try:
         manifest = read_manifest(folder)

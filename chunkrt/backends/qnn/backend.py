@@ -88,7 +88,8 @@ class QnnBackend:
         self._options = options or HtpOptions()
         self._options.check_known()
         self._limit_s = limit_s or (EMULATOR_LIMIT_S if self.htp.is_emulated else DEVICE_LIMIT_S)
-        self._shares_memory = not self.htp.is_emulated
+        self.shares_memory = not self.htp.is_emulated
+        """True if buffers are in memory that CPU and NPU share."""
         self._slots: WeakSet[ContextSlot] = WeakSet()
         self.num_compiled = 0
         """Number of contexts that were compiled because they were not on disk."""
@@ -152,7 +153,7 @@ class QnnBackend:
                 allocate=lambda shape: allocate(session, shape),
             )
 
-        if self._shares_memory:
+        if self.shares_memory:
             try:
                 context = opened(
                     {**options, SHARED_MEMORY_OPTION: "1"},
@@ -161,7 +162,7 @@ class QnnBackend:
                 context.probe()
                 return context
             except Exception as error:  # ONNX Runtime raises many unrelated types
-                self._shares_memory = False
+                self.shares_memory = False
                 log.warning(
                     "CPU and NPU share no memory (%s: %s); the driver copies all inputs and outputs of each run",
                     name,
