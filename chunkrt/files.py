@@ -244,6 +244,11 @@ def fingerprint(path: Path) -> tuple[int, str]:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def content_fingerprint(content: memoryview) -> tuple[int, str]:
+    """Return the `fingerprint` of a file with a content."""
+    return content.nbytes, hashlib.sha256(content).hexdigest()
+
+
 def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
     """Reject an archive whose contents are larger than `ratio` times the size of its file.
 

@@ -159,3 +159,16 @@ class ConvertingBackend(Backend, Protocol):
 
     num_computing: int
     """Number of calls that compute at once, at most `concurrency`."""
+
+
+@runtime_checkable
+class RestorableBackend(Backend, Protocol):
+    """An NPU backend whose executables can be used again after the NPU failed."""
+
+    def restore(self) -> None:
+        """Open everything that the executables use on the NPU again. No executable is run in the meantime.
+
+        Raises:
+            BackendError: the NPU fails again.
+        """
+        ...

@@ -48,7 +48,15 @@ COMMANDS = {
     "pull": "Download a model of the catalogue or the hub.",
     "cache": "List and remove cached files.",
     "doctor": "Check this machine, and report missing parts.",
+    "device-test": "Check a compiled model on a device, and write a report.",
 }
+
+
+def find_command(name: str) -> click.Command:
+    """Import the module of a command, and return the command."""
+    module = name.replace("-", "_")
+    command: click.Command = getattr(importlib.import_module(f"chunkrt.cli.{module}"), module)
+    return command
 
 
 class CommandGroup(click.Group):
@@ -64,8 +72,7 @@ class CommandGroup(click.Group):
             raise click.UsageError(f"no such command {cmd_name!r}: {INSTEAD[cmd_name]}")
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"chunkrt.cli.{cmd_name}"), cmd_name)
-        return command
+        return find_command(cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

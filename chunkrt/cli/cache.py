@@ -10,9 +10,11 @@ from pathlib import Path
 import click
 import msgspec
 
+from chunkrt.backends.qnn.contexts import ContextFolder
 from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.shared_options import verbose_option
+from chunkrt.cli.shared_options import DEFAULT_UNIT, verbose_option
+from chunkrt.engine.arguments import read_size
 from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
 from chunkrt.engine.prefix_cache.folder import entries
@@ -29,6 +31,7 @@ KINDS = {
     "logits": "logits of float models, for eval",
     "models": "downloaded models; `chunkrt pull` downloads them again",
 }
+SECONDS_PER_DAY = 86_400
 REBUILT = ("prefixes", "engines", "contexts", "calibrations", "digests", "logits")
 """Kinds that `clear --all` removes; their files are rebuilt when needed."""
 
@@ -105,17 +108,33 @@ def show(folder: Path | None, as_json: bool) -> None:
 @click.argument("kinds", nargs=-1, type=click.Choice(REBUILT), metavar=f"[{'|'.join(REBUILT)}]...")
 @click.option("--all", "everything", is_flag=True, help="Remove all kinds except models.")
 @_folder
+@click.option("--unused-days", type=click.FloatRange(min=0), help="Remove contexts that were unused for so many days.")
+@click.option("--most", metavar="SIZE", help="Remove the least recently used contexts until the others fit this size.")
 @_as_json
 @verbose_option
-def clear(kinds: tuple[str, ...], everything: bool, folder: Path | None, as_json: bool) -> None:
+def clear(
+    kinds: tuple[str, ...],
+    everything: bool,
+    folder: Path | None,
+    unused_days: float | None,
+    most: str | None,
+    as_json: bool,
+) -> None:
     """Remove kept files of these kinds; by default prompt prefixes.
+
+    With `contexts`, --unused-days and --most remove only some of them.
 
     `chunkrt models --remove NAME` removes models. Running engines are not affected.
     """
     if folder is not None and (kinds or everything):
         raise click.UsageError("--folder is for the prefix cache; omit the kinds and --all")
     wanted = REBUILT if everything else kinds or ("prefixes",)
-    freed = sum(_clear_one(kind, folder) for kind in wanted)
+    if unused_days is not None or most is not None:
+        if wanted != ("contexts",):
+            raise click.UsageError("--unused-days and --most are for contexts: chunkrt cache clear contexts")
+        freed = _evict(unused_days, None if most is None else read_size("--most", most, unit=DEFAULT_UNIT))
+    else:
+        freed = sum(_clear_one(kind, folder) for kind in wanted)
     if as_json:
         click.echo(json.dumps({"cleared": list(wanted), "bytes": freed}))
     else:
@@ -167,6 +186,18 @@ def _clear_one(kind: str, folder: Path | None) -> int:
         return work()
     except OSError as error:
         raise ConfigError(f"cannot clear {folder}: {error.strerror or error}") from error
+
+
+def _evict(unused_days: float | None, most_bytes: int | None) -> int:
+    contexts = ContextFolder(catalogue.home() / "contexts")
+    if not contexts.path.is_dir():
+        return 0
+    try:
+        return contexts.evict(
+            unused_s=None if unused_days is None else unused_days * SECONDS_PER_DAY, most_bytes=most_bytes
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot clear {contexts.path}: {error.strerror or error}") from error
 
 
 def _remove_all(folder: Path) -> int:

@@ -36,7 +36,10 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 @option("--chunk", "chunk_length", group="Execution", help="Chunk lengths for the NPU, e.g. 1,32,128.  [default: 32]")
 @engine_fields("adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
 @option(
-    "--for-host", group="Output", is_flag=True, help="Also write the files that a C++ program without chunkrt needs."
+    "--for-host",
+    group="Output",
+    is_flag=True,
+    help="Write the files that a C++ program without chunkrt needs, and no others.",
 )
 @json_option("Print a summary as JSON.")
 @engine_fields("htp")
@@ -62,7 +65,7 @@ def compile(
     completely or not at all.
 
     The folder keeps --attention, --npu-window, --npu-graph and --context, which `chunkrt run` then uses. If all layers
-    are on the NPU, --for-host writes the files for a C++ program on a phone; see docs/phones.md.
+    are on the NPU, --for-host writes only the files for a C++ program on a phone; see docs/phones.md.
 
     From a settings file, soc, chunk_length (with a SoC), adapter, placement, htp, attention and quantisation are used.
     Other settings, e.g. policy and chunks_in_flight, are not compiled: give the same file to `chunkrt run` or `bench`.

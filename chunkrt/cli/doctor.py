@@ -7,21 +7,29 @@ import importlib.util
 import json
 import os
 import platform
+import re
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
+from chunkrt.backends.qnn.contexts import ContextFolder
 from chunkrt.checkpoints import catalogue, gguf_names
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
+from chunkrt.engine_directory.manifest import CONTEXTS, HASHED_WHEN_READ, Manifest, read_manifest
 from chunkrt.errors import ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
 from chunkrt.runtime import batcher, policy
 from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list
+
+LEAST_GLIBC = (2, 34)
+"""Version for which the wheels of onnxruntime-qnn for Linux on Arm are built."""
 
 PARTS = {
     "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
@@ -43,14 +51,19 @@ class Finding:
 
 
 @click.command(cls=GroupedCommand)
+@click.argument("folder", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @verbose_option
-def doctor(as_json: bool) -> None:
+def doctor(folder: Path | None, as_json: bool) -> None:
     """Check the processors and packages of this machine, and advise on missing ones.
+
+    With FOLDER, an engine directory, also check whether its files are intact and its NPU contexts fit this machine.
 
     The exit status is 3 if no model can run.
     """
     findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), *_plugins(), _cache()]
+    if folder is not None:
+        findings += check_directory(folder)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -129,6 +142,97 @@ def _npu() -> Finding:
     except ChunkrtError as error:
         return Finding(what="npu", ok=False, found=str(error))
     return Finding(what="npu", ok=True, found=f"Hexagon of {soc.name if soc else '?'}, onnxruntime-qnn {htp.version}")
+
+
+def check_directory(folder: Path) -> list[Finding]:
+    """Check an engine directory: its files, and its contexts against the library and the SoC of this machine."""
+    try:
+        manifest = read_manifest(folder)
+    except ChunkrtError as error:
+        return [Finding(what="directory", ok=False, found=str(error))]
+    found = f"{manifest.model}, scheme {manifest.scheme.name}; all files up to {HASHED_WHEN_READ >> 20} MiB are intact"
+    findings = [Finding(what="directory", ok=True, found=found)]
+    if not manifest.npu:
+        return [*findings, Finding(what="contexts", part_of="directory", ok=True, found="none; it is for the CPU")]
+    contexts = ContextFolder(folder / CONTEXTS)
+    damaged = [path for path in sorted(contexts.path.glob("*")) if not contexts.is_intact(path.name)]
+    targets = "; ".join(f"{target.soc}, chunks of {target.chunk_length}" for target in manifest.npu)
+    compiled = {**manifest.npu_attention, **manifest.npu_settings}
+    options = ", ".join(f"{name}={value}" for name, value in compiled.items())
+    findings.append(
+        Finding(
+            what="contexts",
+            part_of="directory",
+            ok=not damaged,
+            found=f"{damaged[0].name} is damaged" if damaged else f"{targets}{', ' * bool(options)}{options}",
+            advice="copy the directory again, or recompile the model" if damaged else "",
+        )
+    )
+    return [*findings, *(_library(manifest), _soc(manifest), *_driver(manifest))]
+
+
+def _library(manifest: Manifest) -> Finding:
+    libraries = sorted({target.library for target in manifest.npu})
+    installed = qnn.library_version() if qnn.is_installed() else "none"
+    return Finding(
+        what="library",
+        part_of="directory",
+        ok=installed in libraries,
+        found=f"contexts of onnxruntime-qnn {', '.join(libraries)}; installed: {installed}",
+        advice="" if installed in libraries else f"pip install {qnn.PACKAGE}=={libraries[0]}",
+    )
+
+
+def _soc(manifest: Manifest) -> Finding:
+    socs = list(dict.fromkeys(target.soc for target in manifest.npu))
+    try:
+        soc = qnn.this_soc()
+    except ChunkrtError as error:
+        return Finding(what="SoC", part_of="directory", ok=False, found=str(error))
+    fits = soc is None or soc.name in socs
+    found = f"contexts for {', '.join(socs)}; this machine: {'emulates all SoCs' if soc is None else soc.name}"
+    advice = "" if fits else f"compile the model with --soc {soc.name if soc else ''}"
+    return Finding(what="SoC", part_of="directory", ok=fits, found=found, advice=advice)
+
+
+def _driver(manifest: Manifest) -> list[Finding]:
+    """Check the parts of Linux for Arm that a Hexagon NPU needs; empty on other machines."""
+    if sys.platform != "linux" or not qnn.is_installed() or qnn.is_emulating():
+        return []
+    devices = [Path("/dev", name) for name in qnn.LINUX_NPU_DEVICES]
+    usable = [path for path in devices if os.access(path, os.R_OK)]
+    version = platform.libc_ver()[1]
+    is_new = tuple(map(int, re.findall(r"\d+", version)[:2])) >= LEAST_GLIBC
+    skeletons = {f"libQnnHtpV{qnn.find_soc(target.soc).htp_arch}Skel.so" for target in manifest.npu}
+    folders = [Path(part) for part in re.split(r"[;:]", os.environ.get("ADSP_LIBRARY_PATH", "")) if part]
+    has_skeleton = any((folder / name).exists() for folder in folders for name in skeletons)
+    return [
+        Finding(
+            what="driver",
+            part_of="directory",
+            ok=bool(usable),
+            found=str(usable[0]) if usable else f"no readable {' or '.join(map(str, devices))}",
+            advice="" if usable else "install the vendor's kernel, or give this user read access",
+        ),
+        Finding(
+            what="glibc",
+            part_of="directory",
+            ok=is_new,
+            found=version or "unknown",
+            advice="" if is_new else f"onnxruntime-qnn needs glibc {'.'.join(map(str, LEAST_GLIBC))} or later",
+        ),
+        Finding(
+            what="ADSP_LIBRARY_PATH",
+            part_of="directory",
+            ok=has_skeleton,
+            found=os.environ.get("ADSP_LIBRARY_PATH", "not set"),
+            advice=(
+                ""
+                if has_skeleton
+                else f"if contexts do not load, set it to the folder of {', '.join(sorted(skeletons))}"
+            ),
+        ),
+    ]
 
 
 def _part(module: str) -> Finding:

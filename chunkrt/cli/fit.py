@@ -10,7 +10,7 @@ import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
-from chunkrt.cli.plan import chosen_ranks, read_model
+from chunkrt.cli.plan import chosen_ranks, compiled_options, read_model
 from chunkrt.cli.shared_options import engine_fields, ranks_options, refuse_without, settings_option, verbose_option
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
@@ -88,8 +88,9 @@ def fit(
     options = EngineOptions(
         npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length, **settings
     )
+    options = compiled_options(model, options)
     plan, found_scheme, chunk_length = read_model(model, options, ranks)
-    context_length = context_length or plan.context_length
+    context_length = options.context_length or plan.context_length
     result = fit_plan(
         plan,
         found_scheme,

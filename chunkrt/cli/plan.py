@@ -15,10 +15,10 @@ from chunkrt.cli.output import in_flags
 from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.model_options import choose_context_length
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import as_compiled, near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder, options_placement
-from chunkrt.engine.roles import check_runs, npu_under
+from chunkrt.engine.roles import check_runs, npu_under, runs_on_qnn
 from chunkrt.engine_directory.figures import (
     AttentionFigures,
     SubgraphFigures,
@@ -75,7 +75,7 @@ def plan(
 
     A plan that --npu and --ops cannot run is refused, except with --save-onnx, as other tools may run the files.
     """
-    options = EngineOptions(**settings)
+    options = compiled_options(model, EngineOptions(**settings))
     ranks = chosen_ranks(model, rank, size)
     if save_onnx is not None:
         try:
@@ -128,6 +128,13 @@ def plan(
 def placement_of(model: str, options: EngineOptions) -> Placement:
     """Return the placement of an engine directory, or else the placement of the options."""
     return read_manifest(Path(model)).placement if is_engine_directory(Path(model)) else options_placement(options)
+
+
+def compiled_options(model: str, options: EngineOptions) -> EngineOptions:
+    """Return the options of an engine, with those of an engine directory if an NPU runs it."""
+    if not is_engine_directory(Path(model)) or not runs_on_qnn(options):
+        return options
+    return as_compiled(options, read_manifest(Path(model)))
 
 
 def chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
@@ -196,7 +203,7 @@ def _print(
     if history_bytes := sum(f.history_bytes for f in figures):
         click.echo(
             f"attention on the npu keeps {history_bytes / 1e6:.2f} MB of caches in buffers: each chunk converts its "
-            "new rows (all rows if sequences alternate), and the driver copies all of them"
+            "new rows (all rows if sequences alternate)"
         )
     if converted_bytes := sum(f.converted_bytes for f in figures):
         entering_bytes = sum(f.entering_bytes for f in figures)
@@ -204,6 +211,8 @@ def _print(
             f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 per chunk: "
             f"{entering_bytes / 1e6:.2f} MB enter it, {(converted_bytes - entering_bytes) / 1e6:.2f} MB leave it"
         )
+        driver_bytes = sum(f.driver_bytes for f in figures)
+        click.echo(f"its driver copies {driver_bytes / 1e6:.2f} MB per chunk, unless CPU and NPU share the memory")
     click.echo(
         f"attention over {prompt_length} tokens: {attention.chunked_flops / 1e9:.2f} GFLOP in chunks, "
         f"{attention.unchunked_flops / 1e9:.2f} GFLOP at once (ratio {ratio:.3f})"

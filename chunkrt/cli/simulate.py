@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from chunkrt.cli.command import Command, GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.output import print_table
-from chunkrt.cli.plan import placement_of, read_model
+from chunkrt.cli.plan import compiled_options, placement_of, read_model
 from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.shared_options import engine_fields, refuse_without, settings_option, verbose_option
 from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
@@ -224,16 +224,19 @@ def simulate(
         check_trace_path(trace)
     # The plan is for the device, even if this machine has no NPU.
     is_for_npu = is_compiled or find_scheme(scheme or DEFAULT_DEVICE_SCHEME).is_static
-    engine = EngineOptions(
-        npu="qnn" if is_for_npu and one_of.are_alone else "auto",
-        scheme=scheme,
-        placement=placement,
-        shadow=shadow,
-        budget=budget,
-        calibration=calibration,
-        attention=attention,
-        npu_window=npu_window,
-        npu_graph=npu_graph,
+    engine = compiled_options(
+        model,
+        EngineOptions(
+            npu="qnn" if is_for_npu and one_of.are_alone else "auto",
+            scheme=scheme,
+            placement=placement,
+            shadow=shadow,
+            budget=budget,
+            calibration=calibration,
+            attention=attention,
+            npu_window=npu_window,
+            npu_graph=npu_graph,
+        ),
     )
     plan, settled = _plan(model, engine, one_of)
     if options.arrivals is not None:
@@ -308,7 +311,8 @@ def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> 
     """Map the last position at which a chunk may begin to each plan with attention on the NPU."""
     if chunk_length > plan.context_length:  # the simulator refuses it
         return {}
-    found = near_plans(plan, placement_of(model, options), options, plan.context_length, chunk_length)
+    context_length = options.context_length or plan.context_length
+    found = near_plans(plan, placement_of(model, options), options, context_length, chunk_length)
     return {near.reach: near.plan for near in found}
 
 

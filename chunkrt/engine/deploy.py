@@ -12,23 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
-from chunkrt.engine.capability import plan_to_run
-from chunkrt.engine.host import HostTarget, check_host, write_host
-from chunkrt.engine.model_options import choose_context_length
-from chunkrt.engine.npu_attention import compiled_attention, npu_plans
+from chunkrt.backends.qnn.contexts import store_difference
+from chunkrt.engine.capability import plan_by_capability, plan_to_run
+from chunkrt.engine.host import HOST_FILES, HostTarget, check_host, write_host
+from chunkrt.engine.model_options import choose_context_length, usual_chunk_length
+from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.resolve import engine_folder
+from chunkrt.engine.resolve import engine_folder, options_placement, plan_model
 from chunkrt.engine.roles import contexts_folder
 from chunkrt.engine_directory.manifest import (
     CONTEXTS,
-    Manifest,
     NpuTarget,
+    is_engine_directory,
     open_weights,
     read_manifest,
     write_manifest,
 )
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import Progress, check_writable, only_writer, written_aside
+
+Compiled = dict[NpuTarget, dict[tuple[int, str], Path]]
+"""Folders of the contexts of each target, by the reach of the plan and the name of the subgraph."""
 
 
 def compile_engine(
@@ -49,7 +53,7 @@ def compile_engine(
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         output: path that must not exist.
         options: scheme, placement, calibration, NPU settings, and the options of attention on the NPU.
-        for_host: also write the files with which a program without chunkrt can run the model (`engine/host.py`).
+        for_host: write only the files with which a program without chunkrt can run the model (`engine/host.py`).
         progress: called with (description, amount done, total).
 
     Returns:
@@ -64,13 +68,17 @@ def compile_engine(
         raise ConfigError("no SoC is given, but the files for a program without chunkrt need one; set `soc`")
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
+    if for_host and not is_engine_directory(Path(model)):
+        _check_host_first(model, options, max(chunk_lengths), progress)
     engine = engine_folder(model, options, progress)
     manifest = read_manifest(engine)
+    if socs:
+        options = as_compiled(options, manifest)
     plan = plan_to_run(engine, manifest, options)
     scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
-    compiled: dict[NpuTarget, list[Path]] = {}
+    compiled: Compiled = {}
     hosts: list[HostTarget] = []
     npu_attention: dict[str, str | int] = {}
     context_length = choose_context_length(plan, options)
@@ -84,24 +92,43 @@ def compile_engine(
             npu_attention = compiled_attention(options, context_length)
         if for_host:
             check_host(longest, context_length)
-        subgraphs = [(s, of) for of in plans.values() for s in of.subgraphs if s.device == "npu"]
-        paths = []
-        for done, (subgraph, of) in enumerate(subgraphs):
-            progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
-            paths.append(backend.prepare(subgraph, of, chunk_length, scheme, weights).parent)
+        subgraphs = [(reach, s, of) for reach, of in plans.items() for s in of.subgraphs if s.device == "npu"]
         target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
-        # several plans contain the subgraphs that are not fused with attention
-        compiled[target] = list(dict.fromkeys(paths))
+        contexts = compiled[target] = {}
+        for done, (reach, subgraph, of) in enumerate(subgraphs):
+            progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
+            contexts[reach, subgraph.name] = backend.prepare(subgraph, of, chunk_length, scheme, weights).parent
         if for_host:
-            of_longest = {s.name: path for (s, of), path in zip(subgraphs, paths, strict=True) if of is longest}
+            of_longest = {name: path for (reach, name), path in contexts.items() if reach == context_length}
             hosts.append(HostTarget(target=target, plan=longest, contexts=of_longest))
 
-    def add_host(folder: Path) -> None:
-        if hosts:
+    def finish(folder: Path) -> None:
+        if for_host:
             write_host(folder, manifest, weights, hosts, context_length)
+            return
+        write_manifest(
+            folder,
+            model=manifest.model,
+            scheme=manifest.scheme,
+            npu=list(compiled),
+            placement=manifest.placement,
+            ranks=manifest.ranks,
+            checkpoint=manifest.checkpoint,
+            num_parameters=manifest.num_parameters,
+            npu_attention=npu_attention,
+            npu_settings=options.htp.compiled_settings if socs else {},
+        )
 
+    files = HOST_FILES if for_host else manifest.files
     try:
-        _assemble(engine, manifest, compiled, output, add_host, npu_attention)
+        _assemble(
+            engine,
+            [name for name in manifest.files if name in files],
+            [path for contexts in compiled.values() for path in contexts.values()],
+            {} if for_host else _bases(compiled),
+            output,
+            finish,
+        )
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
@@ -109,7 +136,7 @@ def compile_engine(
         "model": manifest.model,
         "scheme": scheme.name,
         "bytes": sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
-        "npu": [{**asdict(target), "contexts": len(paths)} for target, paths in compiled.items()],
+        "npu": [{**asdict(target), "contexts": len({*contexts.values()})} for target, contexts in compiled.items()],
     }
 
 
@@ -122,30 +149,48 @@ def _check_absent(output: Path) -> None:
         raise ModelError(f"cannot write the engine directory {output}: {error.strerror or error}") from error
 
 
+def _check_host_first(model: str, options: EngineOptions, chunk_length: int, progress: Progress) -> None:
+    """Check that a host can run a checkpoint, before it is calibrated and compiled. The errors are those of
+    `check_host`.
+    """
+    plan, scheme = plan_model(model, options, progress)
+    placement = options_placement(options)
+    context_length = choose_context_length(plan, options)
+    plan, _ = plan_by_capability(plan.within(context_length), scheme, options, placement)
+    check_host(npu_plans(plan, placement, options, context_length, chunk_length)[context_length], context_length)
+
+
+def _bases(compiled: Compiled) -> dict[Path, Path]:
+    """Return, for contexts that contain the weights of another context of the SoC, this other context. It is that of
+    the chunk length that runs use by default.
+    """
+    bases: dict[Path, Path] = {}
+    for soc in {target.soc for target in compiled}:
+        by_length = {target.chunk_length: contexts for target, contexts in compiled.items() if target.soc == soc}
+        usual = by_length[usual_chunk_length(by_length)]
+        for contexts in by_length.values():
+            bases |= {path: usual[name] for name, path in contexts.items() if name in usual}
+    return {path: base for path, base in bases.items() if path != base}
+
+
 def _assemble(
     engine: Path,
-    manifest: Manifest,
-    compiled: Mapping[NpuTarget, Sequence[Path]],
+    files: Sequence[str],
+    contexts: Sequence[Path],
+    bases: Mapping[Path, Path],
     output: Path,
-    add_host: Callable[[Path], None],
-    npu_attention: Mapping[str, str | int],
+    finish: Callable[[Path], None],
 ) -> None:
+    """Write files and contexts into a temporary folder, finish it, and rename it. The keys of `bases` are stored as
+    differences from the values.
+    """
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
         _check_absent(output)  # another process may have written the folder in the meantime
         aside.mkdir()
-        for name in manifest.files:
+        for name in files:
             shutil.copyfile(engine / name, aside / name)
-        for path in dict.fromkeys(path for paths in compiled.values() for path in paths):  # targets may share contexts
+        for path in dict.fromkeys(contexts):  # targets may share contexts
             shutil.copytree(path, aside / CONTEXTS / path.name)
-        add_host(aside)
-        write_manifest(
-            aside,
-            model=manifest.model,
-            scheme=manifest.scheme,
-            npu=list(compiled),
-            placement=manifest.placement,
-            ranks=manifest.ranks,
-            checkpoint=manifest.checkpoint,
-            num_parameters=manifest.num_parameters,
-            npu_attention=npu_attention,
-        )
+        for path, base in bases.items():
+            store_difference(aside / CONTEXTS / path.name, aside / CONTEXTS / base.name)
+        finish(aside)

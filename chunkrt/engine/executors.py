@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends import Backend, Executable
-from chunkrt.backends.base import ConvertingBackend
+from chunkrt.backends.base import ConvertingBackend, RestorableBackend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import IN_NUMPY, Dispatcher
-from chunkrt.backends.fallback import NpuHealth, with_fallback
+from chunkrt.backends.fallback import NpuHealth, guarded
 from chunkrt.backends.registry import NATIVE
 from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import near_plans
@@ -45,13 +45,13 @@ class Executors:
     Attributes:
         npu_backend: the backend that serves as the NPU; the CPU's backend if the NPU already failed at compilation.
         exactness: the conditions under which reused states give bit-identical results.
-        is_npu_lost: function that returns True if the CPU has taken over from the NPU.
+        npu_health: state of the NPU; None without an NPU.
     """
 
     executors: ExecutorSet
     npu_backend: Backend
     exactness: Exactness
-    is_npu_lost: Callable[[], bool]
+    npu_health: NpuHealth | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,8 @@ class ExecutorBuilder:
             for s in self.plan.subgraphs
             if keeps_all or s.device != "npu"
         }
-        health, near = NpuHealth(), list[Executor]()
+        npu = self.npu_backend
+        health, near = NpuHealth(npu.restore if isinstance(npu, RestorableBackend) else None), list[Executor]()
         if self.npu_backend.name == QNN:
             try:
                 near = self._near(on_cpu, health)
@@ -118,7 +119,7 @@ class ExecutorBuilder:
             executors=executors,
             npu_backend=self.npu_backend if has_npu else self.cpu_backend,
             exactness=self._exactness(executors, has_npu=has_npu),
-            is_npu_lost=(lambda: health.is_lost) if has_npu else bool,
+            npu_health=health if self.npu_backend is not self.cpu_backend else None,
         )
 
     def _for_tokens(
@@ -243,7 +244,7 @@ class ExecutorBuilder:
             was_chosen = isinstance(error, PartitionError) and has_to
             if was_chosen or not self.options.falls_back:
                 raise
-            health.report(error)
+            health.give_up(error)
             return {}
 
     def _compile_for_npu(
@@ -259,7 +260,9 @@ class ExecutorBuilder:
             self.progress("compiling for the NPU", done, len(subgraphs))
             executable = dispatcher.compile(subgraph, self.npu_backend, self.chunk_length, self.weights)
             if self.options.falls_back:
-                executable = with_fallback(executable, on_cpu[subgraph.name], health)
+                executable = guarded(executable, on_cpu[subgraph.name], health)
+            elif health.can_restore:
+                executable = guarded(executable, None, health)
             on_npu[subgraph.name] = executable
         self.progress("compiling for the NPU", len(subgraphs), len(subgraphs))
         return on_npu

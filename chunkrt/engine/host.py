@@ -1,5 +1,4 @@
-"""Files with which a program without chunkrt runs a compiled model, for example on a phone: `host/` of an engine
-directory.
+"""Files with which a program without chunkrt runs a compiled model, for example on a phone: `host/` and the contexts.
 
 The NPU computes all layers, including attention; the host provides masks, rows of tables, and caches. `host.json`
 describes the inputs and outputs of every graph, in the order in which they run; docs/phones.md explains their use.
@@ -10,24 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from chunkrt.backends.qnn.contexts import WRAPPER
+from chunkrt.backends.qnn.contexts import RECORD, WRAPPER
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX, HIDDEN, NEW_SUFFIX, ROWS_SUFFIX, WindowEdges
 from chunkrt.backends.qnn.htp_support import graph_rows
+from chunkrt.engine.resolve import HOST_DESCRIPTION
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan, Subgraph, embedding_tables
+from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.graph.static_attention import is_convolution
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE
 from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
 FORMAT = 1
-HOST, DESCRIPTION = "host", "host.json"
+HOST, DESCRIPTION = HOST_DESCRIPTION.split("/")
 BINARY = ".bin"
+HOST_FILES = (VOCABULARY_FILE, SETTINGS_FILE)
+"""Files of an engine directory that a host needs, in addition to contexts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,9 @@ class HostTarget:
 
 
 LARGEST_GRAPH = 2**31 - 2**24
-"""Maximum size of the weights in an ONNX file, because a protobuf message is limited to 2 GiB."""
+"""Maximum size of the weights in an ONNX file, because a protobuf message is limited to 2 GiB. Larger weights are
+stored in a file next to it.
+"""
 
 
 def check_host(plan: Plan, context_length: int) -> None:
@@ -53,18 +56,12 @@ def check_host(plan: Plan, context_length: int) -> None:
 
     Raises:
         ConfigError: the plan has no LM head, contains convolutions, or keeps state on the CPU; the NPU would have to
-            select rows of logits; the rotary tables change with the position; or the weights are too large for a file.
+            select rows of logits; or the rotary tables change with the position.
     """
     if not plan.has_head:
         raise ConfigError(
             "the checkpoint has no LM head, so a host would get no logits; run this model with chunkrt itself"
         )
-    for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
-        if _bytes_in_file(plan, subgraph) > LARGEST_GRAPH:
-            raise ConfigError(
-                f"{subgraph.name} has more than 2 GiB of weights, which an ONNX file cannot contain; run "
-                "this model with chunkrt itself"
-            )
     left = [s.name for s in plan.subgraphs if (s.all_state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(
@@ -83,28 +80,22 @@ def check_host(plan: Plan, context_length: int) -> None:
         )
 
 
-def _bytes_in_file(plan: Plan, subgraph: Subgraph) -> int:
-    """Return the bytes of weights in a graph's file: float16 for embedding tables, at most float32 for others."""
-    tables = embedding_tables(plan)
-    sizes = {name: prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights}
-    return sum((2 if name in tables else 4) * size for name, size in sizes.items())
-
-
 def write_host(
     folder: Path, manifest: Manifest, weights: WeightStore, hosts: Sequence[HostTarget], context_length: int
 ) -> None:
-    """Write `host/` into an engine directory: the CPU's graphs, rotary tables and the description.
+    """Write `host/` into a folder with contexts: the CPU's graphs, rotary tables and the description. Remove the
+    records with which chunkrt finds contexts.
 
     Raises:
         OSError: the files cannot be written.
     """
-    from chunkrt.backends.onnx.scheme_models import save_subgraph
+    from chunkrt.backends.onnx.scheme_models import DATA_SUFFIX, save_subgraph
 
     (folder / HOST).mkdir()
     plan = hosts[0].plan
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
         path = folder / _cpu_file(subgraph)
-        save_subgraph(plan, subgraph, manifest.scheme, weights, path, keeps_float16=True)
+        save_subgraph(plan, subgraph, manifest.scheme, weights, path, keeps_float16=True, most_in_file=LARGEST_GRAPH)
     tables = {}
     for subgraph in (s for s in plan.subgraphs if s.device == "npu"):
         for name in WindowEdges(subgraph, plan, 1).tables:
@@ -124,8 +115,9 @@ def write_host(
     ]
     graphs = [graph for target in targets for graph in target["graphs"]]
     files = {graph[key] for graph in graphs for key in ("file", "binary") if key in graph}
+    files |= {path.relative_to(folder).as_posix() for path in (folder / HOST).glob(f"*{DATA_SUFFIX}")}
     files |= {f"{HOST}/{DESCRIPTION}", *(table["file"] for table in tables.values())}
-    files |= {name for name in (VOCABULARY_FILE, SETTINGS_FILE) if (folder / name).exists()}
+    files |= {name for name in HOST_FILES if (folder / name).exists()}
     description = {
         "format": FORMAT,
         "files": sorted(files),
@@ -137,6 +129,8 @@ def write_host(
         "tables": tables,
         "targets": targets,
     }
+    for record in (folder / CONTEXTS).glob(f"*/{RECORD}"):
+        record.unlink()
     (folder / HOST / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
 
 

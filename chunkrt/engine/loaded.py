@@ -16,6 +16,7 @@ import numpy as np
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
+from chunkrt.backends.fallback import NpuState
 from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
 from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.backends.switches import Switches
@@ -78,6 +79,7 @@ class EngineStats:
         chunk_length: maximum number of tokens of a chunk.
         longest_task_s: seconds since the oldest task in progress began; a large value indicates a device that does not
             respond.
+        npu: state of the NPU; None without an NPU.
     """
 
     sessions: int
@@ -90,6 +92,7 @@ class EngineStats:
     shared_rows: int
     chunk_length: int
     longest_task_s: float
+    npu: NpuState | None
 
 
 class LoadedModel:
@@ -179,6 +182,7 @@ class LoadedModel:
                 progress=progress,
             ).build()
             self.npu_backend = executors.npu_backend
+            self._npu_health = executors.npu_health
             self._has_ranks = communicator is not None
             self.scheduler = Scheduler(
                 executors.executors,
@@ -187,7 +191,7 @@ class LoadedModel:
                 takes_turns=communicator is not None and mirror is None,
             )
             self.prefix_cache = open_cache(
-                self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
+                self, executors.exactness, has_ranks=self._has_ranks, npu_health=self._npu_health
             )
 
     @property
@@ -296,6 +300,7 @@ class LoadedModel:
             shared_rows=scheduler.num_rows,
             chunk_length=self.chunk_length,
             longest_task_s=scheduler.executors.longest_task_s(),
+            npu=None if self._npu_health is None else self._npu_health.state,
         )
 
     def run(self, request: Request) -> Request:
@@ -347,6 +352,8 @@ class LoadedModel:
                 if self.prefix_cache is not None:
                     self.prefix_cache.close()
                 self._verification.stop()
+                if self._npu_health is not None:
+                    self._npu_health.close()
                 if self._mirror is not None:
                     self._mirror.close()
 

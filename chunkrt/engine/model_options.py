@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import cast
 
 from chunkrt.backends import Backend
@@ -52,11 +53,15 @@ def choose_chunk_length(
 
 
 def compiled_chunk_length(manifest: Manifest) -> int:
-    """Return the chunk length of an engine directory. Of several lengths, prefer the usual one, then the longest.
+    """Return the chunk length of an engine directory."""
+    return usual_chunk_length({target.chunk_length for target in manifest.npu})
+
+
+def usual_chunk_length(lengths: Collection[int]) -> int:
+    """Return the chunk length that a run uses. Of several lengths, prefer the usual one, then the longest.
 
     The first length of the list would not be suitable: with "1,32,128" the NPU would run token by token.
     """
-    lengths = {target.chunk_length for target in manifest.npu}
     return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import Manifest
@@ -112,21 +112,32 @@ def attends_on_npu(plan: Plan, placement: Placement, options: EngineOptions) -> 
 
 
 def as_compiled(options: EngineOptions, manifest: Manifest) -> EngineOptions:
-    """Return the options of an engine on an NPU, with the attention options of its directory.
+    """Return the options of an engine on an NPU, with the attention options and NPU settings of its directory.
 
-    An option that differs from its default was given by the user. It is kept, with a warning if it differs from the
-    directory's option.
+    An option that differs from its default was given by the user, and is kept.
     """
-    taken, others = dict[str, Any](), list[str]()
-    for name, compiled in manifest.npu_attention.items():
-        given = getattr(options, name)
-        if given == EngineOptions.__dataclass_fields__[name].default:
-            taken[name] = compiled
-        elif str(given) != str(compiled):
-            others.append(f"{name} {compiled}, and {given} is requested")
-    if others:
-        log.warning("attention was compiled for the NPU with %s; the missing contexts are compiled", "; ".join(others))
-    return replace(options, **taken)
+    taken = {name: compiled for name, compiled in manifest.npu_attention.items() if _is_default(options, name)}
+    return replace(options, htp=options.htp.with_compiled(manifest.npu_settings), **cast(Any, taken))
+
+
+def changed_options(options: EngineOptions, manifest: Manifest) -> str:
+    """Return the given options that differ from those with which attention was compiled for the NPU, as text."""
+    changed = [
+        f"`{name}={getattr(options, name)}` in place of {compiled}"
+        for name, compiled in _compiled_options(manifest).items()
+        if str(getattr(options, name)) != str(compiled)
+    ]
+    settings = options.htp.compiled_settings.items()
+    changed += [f"{name}={value}" for name, value in settings if manifest.npu_settings.get(name) != value]
+    return ", ".join(changed)
+
+
+def _compiled_options(manifest: Manifest) -> Mapping[str, str | int]:
+    return manifest.npu_attention or {"attention": "auto"}
+
+
+def _is_default(options: EngineOptions, name: str) -> bool:
+    return bool(getattr(options, name) == EngineOptions.__dataclass_fields__[name].default)
 
 
 def _is_chosen(node: str, placement: Placement, attention: AttentionOn) -> bool:

@@ -42,6 +42,9 @@ CPU_CHUNK_LENGTH = 128
 """Default chunk length without an NPU. A CPU reads weights once for all rows of a chunk, and pads no rows."""
 MOST_THREADS = 256
 
+MOST_SECONDS = 86_400
+"""Longest time limit, a day."""
+
 DEFAULT_PREFIX_CACHE = "memory"
 """Default prefix cache without ranks."""
 
@@ -136,6 +139,8 @@ class LoadOptions(TypedDict, total=False):
     weights: KeptWeights
     soc: str | None
     on_npu_failure: OnNpuFailure | None
+    npu_timeout: float | None
+    recompile: bool
     htp: HtpOptions
     context_shift: bool
     context_keep: int
@@ -451,6 +456,22 @@ class EngineOptions:
         group="Devices",
         choices=lambda: get_args(OnNpuFailure),
         noun="answer to an NPU's failure",
+        needs=(_NPU,),
+    )
+    npu_timeout: float | None = declared_option(
+        "--npu-timeout SECONDS",
+        "Time limit of one call to the NPU, after which the NPU counts as failed.  [default: 10; 600 in emulation]",
+        group="Devices",
+        must=(lambda value: is_number(value) and 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}"),
+        reads_flag=number_flag("--npu-timeout", "a number of seconds"),
+        needs=(_NPU,),
+    )
+    recompile: bool = declared_option(
+        "--recompile/--no-recompile",
+        "Compile contexts that an engine directory lacks, e.g. for another SoC, chunk length or version of "
+        "onnxruntime-qnn.  [default: refuse to run]",
+        group="Devices",
+        default=False,
         needs=(_NPU,),
     )
     htp: HtpOptions = declared_option(

@@ -19,6 +19,9 @@ from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Scheme, Search, find_scheme
 
+HOST_DESCRIPTION = "host/host.json"
+"""The file that describes a model to a program without chunkrt; see `engine/host.py`."""
+
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
 COMPILED_OPTIONS = (*STATIC_OPTIONS, "rounding")
 """Options that only a static scheme uses."""
@@ -68,10 +71,7 @@ def engine_folder(
                 try:
                     from chunkrt.compile.compiler import prepare_checkpoint, write_engine_directory
                 except ImportError as error:
-                    raise ConfigError(
-                        f"compiling a model needs {error.name}, which is not installed; pip install it, or give an "
-                        "engine directory"
-                    ) from error
+                    raise _cannot_compile(error) from error
                 prepared = prepare_checkpoint(
                     checkpoint,
                     recipe,
@@ -107,6 +107,25 @@ def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple
     if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
         raise PartitionError(f"{options.npu} does not support linear layers under the scheme {scheme.name!r}: {reason}")
     return checkpoint, recipe
+
+
+def plan_model(model: str, options: EngineOptions, progress: Progress) -> tuple[Plan, Scheme]:
+    """Return the plan of a checkpoint and its scheme, before it is calibrated. The errors are those of
+    `engine_folder`.
+    """
+    try:
+        from chunkrt.compile.compiler import plan_checkpoint
+    except ImportError as error:
+        raise _cannot_compile(error) from error
+    checkpoint, recipe = find_recipe(model, options, progress)
+    planned = plan_checkpoint(checkpoint, options_placement(options), recipe.scheme, adapter=options.adapter)
+    return planned.plan, recipe.scheme
+
+
+def _cannot_compile(error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"compiling a model needs {error.name}, which is not installed; pip install it, or give an engine directory"
+    )
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:
@@ -209,6 +228,11 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
         ModelError: the file does not exist, or cannot be downloaded.
     """
     path = Path(model)
+    if (path / HOST_DESCRIPTION).exists():
+        raise ConfigError(
+            f"{model} holds the files for a program without chunkrt (docs/phones.md); to run the model with chunkrt, "
+            "compile it without --for-host"
+        )
     if path.exists():
         is_plain_folder = path.is_dir() and not (path / "config.json").exists()
         return (is_plain_folder and gguf_in(path)) or path, DEFAULT_SCHEME

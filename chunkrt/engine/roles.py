@@ -10,11 +10,12 @@ from pathlib import Path
 from chunkrt.backends import BACKENDS, Backend, Support, make_backend, qnn
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
-from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
+from chunkrt.backends.qnn import CompiledFor, QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
 from chunkrt.engine.model_options import with_cached_keys
+from chunkrt.engine.npu_attention import changed_options
 from chunkrt.engine.options import NPU_CHOICES, EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
@@ -218,13 +219,22 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         log.warning("%s; the CPU serves as the NPU", error)
         return None
     compiled = folder / CONTEXTS
+    origin = None
+    if manifest.npu:
+        origin = CompiledFor(
+            folder=folder,
+            targets=[f"{target.soc}, chunks of {target.chunk_length}" for target in manifest.npu],
+            libraries=sorted({target.library for target in manifest.npu}),
+            changes=changed_options(options, manifest),
+            recompiles=options.recompile,
+        )
     backend = QnnBackend(
         soc,
         contexts=contexts_folder(),
         compiled=compiled if compiled.is_dir() else None,
-        compiled_by={target.library for target in manifest.npu},
-        compiled_for=[f"{target.soc}, chunks of {target.chunk_length}" for target in manifest.npu],
+        origin=origin,
         options=options.htp,
+        limit_s=options.npu_timeout,
     )
     if backend.htp.is_emulated:
         _tell_of_emulation()

@@ -34,6 +34,8 @@ class SubgraphFigures:
         converted_bytes: inputs and outputs of an NPU subgraph as float16; 0 unless it is on the NPU and the scheme is
             static.
         entering_bytes: the inputs among the converted bytes.
+        driver_bytes: all inputs and outputs of an NPU subgraph, which the driver copies for each chunk, and for each
+            token that is decoded on the NPU, if CPU and NPU share no memory; 0 if `converted_bytes` is 0.
         sum_bytes: the result of a sum or gather over ranks; 0 unless the subgraph is on the link.
     """
 
@@ -48,6 +50,7 @@ class SubgraphFigures:
     history_bytes: int
     converted_bytes: int
     entering_bytes: int
+    driver_bytes: int
     sum_bytes: int
     state_slots: tuple[str, ...]
 
@@ -84,6 +87,13 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
     def is_converted(subgraph: Subgraph) -> bool:
         return subgraph.device == "npu" and scheme.is_static
 
+    def driver_bytes(subgraph: Subgraph) -> int:
+        if not is_converted(subgraph):
+            return 0
+        window = window_elements(subgraph, plan, chunk_length)
+        elements = window.entering + window.leaving + window.history
+        return converted_bytes(plan, _edges(subgraph), chunk_length) + FLOAT16_BYTES * elements
+
     return [
         SubgraphFigures(
             name=s.name,
@@ -97,6 +107,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             history_bytes=FLOAT16_BYTES * window.history,
             converted_bytes=converted_bytes(plan, _edges(s), chunk_length) if is_converted(s) else 0,
             entering_bytes=converted_bytes(plan, s.inputs, chunk_length) if is_converted(s) else 0,
+            driver_bytes=driver_bytes(s),
             sum_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in s.outputs) if s.device == "link" else 0,
             state_slots=s.state,
         )

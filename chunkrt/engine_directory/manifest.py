@@ -67,6 +67,7 @@ class Manifest:
         num_parameters: number of parameters of the complete model, each counted once; 0 if it was not recorded.
         npu_attention: options under which attention was compiled for the NPU; empty if attention was not compiled for
             it.
+        npu_settings: settings of the NPU that its contexts contain, by the names of `--htp`.
     """
 
     format: int
@@ -80,6 +81,7 @@ class Manifest:
     checkpoint: str = ""
     num_parameters: int = 0
     npu_attention: Mapping[str, str | int] = field(default_factory=dict)
+    npu_settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -134,6 +136,7 @@ def write_manifest(
     checkpoint: str = "",
     num_parameters: int = 0,
     npu_attention: Mapping[str, str | int] | None = None,
+    npu_settings: Mapping[str, str] | None = None,
 ) -> None:
     """Write `engine.json`. It is written last, so a folder with this file is complete."""
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -149,6 +152,7 @@ def write_manifest(
         checkpoint=checkpoint,
         num_parameters=num_parameters,
         npu_attention=dict(npu_attention or {}),
+        npu_settings=dict(npu_settings or {}),
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 

@@ -244,11 +244,13 @@ def _between(text: str, tag: str) -> str:
 
 async def _health(service: Service, http: HttpRequest) -> Response:
     await service.beside(service.engine.loaded.check_ready)
-    seconds, most = service.engine.stats().longest_task_s, service.options.stall_seconds
+    stats = service.engine.stats()
+    seconds, most = stats.longest_task_s, service.options.stall_seconds
     if seconds > most:
         detail = f"a task has been running for {seconds:.0f} s; the limit is {most:g} s"
         return JSONResponse({"status": "stalled", "detail": detail}, status_code=503)
-    return JSONResponse({"status": "ok"})
+    npu = {} if stats.npu is None else {"npu": asdict(stats.npu)}
+    return JSONResponse({"status": "ok", **npu})
 
 
 async def _metrics(service: Service, http: HttpRequest) -> Response:

@@ -5,13 +5,12 @@ python docs/site/options.py > docs/options.md
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator
 
 import click
 
-from chunkrt.cli import COMMANDS
+from chunkrt.cli import COMMANDS, find_command
 from chunkrt.cli.command import GROUPS
 from chunkrt.cli.generation_options import SAMPLING
 from chunkrt.engine.declaration import Declaration
@@ -30,7 +29,7 @@ This page is generated from the declarations of the options, by `make docs`. The
 
 def page() -> str:
     """Return the text of the page."""
-    commands = {name: getattr(importlib.import_module(f"chunkrt.cli.{name}"), name) for name in COMMANDS}
+    commands = {name: find_command(name) for name in COMMANDS}
     parts = [HEADER, "## Engine options\n", *_engine_options()]
     run = {option.name: option for option in _options(commands["run"])}
     parts.append("## Sampling options\n\nOptions of `run` and `chat`, and fields of `chunkrt.SamplingOptions`.\n")

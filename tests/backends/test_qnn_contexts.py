@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from damaged_files import flip_a_bit, make_empty, truncate
 from fixture_checkpoints import checkpoint
 
 from chunkrt.backends.qnn import HtpOptions, QnnBackend, backend, find_soc
-from chunkrt.backends.qnn.contexts import ContextFolder
+from chunkrt.backends.qnn.contexts import ContextFolder, store_difference
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.compile.compiler import compile_checkpoint
 from chunkrt.engine_directory.manifest import open_weights, read_plan
@@ -64,6 +65,80 @@ def test_written_context_is_found_and_not_written_again(contexts):
 def test_context_folder_can_be_moved_and_copied(contexts, context, tmp_path):
     shutil.copytree(context, tmp_path / "npu" / KEY)
     assert ContextFolder(tmp_path / "npu").find(KEY) == tmp_path / "npu" / KEY / "context.onnx"
+
+
+BASE_CONTENT = np.random.default_rng(5).integers(0, 256, 200 * 1024, np.uint8).tobytes()
+CONTENTS = {
+    "equal": BASE_CONTENT,
+    "other header": b"x" * 1000 + BASE_CONTENT[1000:],
+    "moved by a page": bytes(4096) + BASE_CONTENT,
+    "other length": BASE_CONTENT[:-777] + bytes(range(100)),
+    "shorter": BASE_CONTENT[: 150 * 1024 + 1],
+}
+
+
+@pytest.fixture
+def differing(contexts):
+    """Return a function that makes a context, and stores it as a difference from another one."""
+
+    def make(content):
+        def write_content(content):
+            def write(wrapper):
+                wrapper.write_bytes(b"wrapper of " + content[:5])
+                wrapper.with_name("context_qnn.bin").write_bytes(content)
+
+            return write
+
+        base, made = (
+            contexts.make(key, write_content(text)).parent for key, text in (("base", BASE_CONTENT), ("made", content))
+        )
+        store_difference(made, base)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_difference_of_a_context_restores_all_bytes(contexts, differing, tmp_path, case):
+    made, cache = differing(CONTENTS[case]), ContextFolder(tmp_path / "cache")
+    assert {path.name for path in made.iterdir()} == {*FILES - {"context_qnn.bin"}, "context_qnn.bin.difference"}
+    assert sum(path.stat().st_size for path in made.iterdir()) < 0.1 * len(BASE_CONTENT)
+    assert contexts.find("made") is None
+    assert contexts.has("made")
+    wrapper = contexts.assemble("made", cache)
+    assert wrapper == cache.find("made")
+    assert {path.name for path in wrapper.parent.iterdir()} == FILES
+    assert wrapper.with_name("context_qnn.bin").read_bytes() == CONTENTS[case]
+    assert wrapper.read_bytes() == b"wrapper of " + CONTENTS[case][:5]
+
+
+def test_context_without_common_pieces_is_stored_whole(contexts, differing, tmp_path):
+    made = differing(np.random.default_rng(6).bytes(len(BASE_CONTENT)))
+    assert contexts.find("made") == made / "context.onnx"
+    assert contexts.assemble("made", ContextFolder(tmp_path / "cache")) is None
+    assert contexts.assemble("absent", ContextFolder(tmp_path / "cache")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(
+            (name, damage)
+            for name in ("made/context_qnn.bin.difference", "made/context.onnx", "base/context_qnn.bin")
+            for damage in (truncate, flip_a_bit, make_empty, Path.unlink)
+        ),
+        *(
+            ("made/context.json", lambda path, base=base: change_record(base=base)(path))
+            for base in ("missing", "../base", "made", 3)
+        ),
+    ],
+)
+def test_damaged_difference_is_never_restored(contexts, differing, tmp_path, caplog, name, damage):
+    differing(CONTENTS["other header"])
+    damage(contexts.path / name)
+    assert contexts.assemble("made", ContextFolder(tmp_path / "cache")) is None
+    assert not (tmp_path / "cache").exists()
+    assert caplog.records[-1].getMessage().startswith(f"{contexts.path / 'made'} is damaged (")
 
 
 def unlink(path):
@@ -146,7 +221,7 @@ def test_leftovers_of_a_dead_process_are_ignored_and_removed_later(contexts, con
 MAKE = """
 import sys
 from pathlib import Path
-from chunkrt.backends.qnn.contexts import ContextFolder
+from chunkrt.backends.qnn.contexts import ContextFolder, store_difference
 def write(wrapper):
     print("writing", flush=True)
     wrapper.write_text(sys.stdin.readline())

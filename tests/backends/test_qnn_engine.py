@@ -261,13 +261,17 @@ def test_cpu_and_npu_work_at_the_same_time(model, hook):
 
 
 class FailingNpu:
-    """Sessions whose runs fail from the k-th on, counted over all of them, until recovery."""
+    """Sessions whose runs fail from the k-th on, counted over all of them, until recovery. Until then no session can be
+    opened either.
+    """
 
     def __init__(self):
         self.fails_at = None
         self.num_runs = 0
 
     def open(self, *arguments, **options):
+        if self.fails_at is not None and self.num_runs >= self.fails_at:
+            raise RuntimeError("SSR: no DSP")
         npu, session = self, open_session(*arguments, **options)
 
         class Session:

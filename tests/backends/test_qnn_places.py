@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from native_cases import make_case, node, tensor
 
-from chunkrt.backends.qnn.executable import NUM_PLACES, QnnExecutable
+from chunkrt.backends.qnn.executable import NUM_PLACES, Context, QnnExecutable
+from chunkrt.backends.qnn.timed_calls import TimedCalls
 from chunkrt.errors import BackendError, DeviceLostError
 
 pytest.importorskip("onnxruntime")
@@ -49,8 +50,13 @@ class FakeSession:
 def made() -> tuple[QnnExecutable, FakeSession]:
     subgraph, plan, _ = make_case([node("Add", "x x", "y")], [tensor("x", "T", WIDTH), tensor("y", "T", WIDTH)], "y")
     session = FakeSession()
-    htp: Any = SimpleNamespace(memory=None, turn=threading.Lock())
-    return QnnExecutable(subgraph, plan, ROWS, session, htp), session
+    calls = TimedCalls()
+
+    def open_context(inputs: Any, outputs: Any, num_places: int) -> Context:
+        call = lambda function: calls.call(function, TIMEOUT)  # noqa: E731
+        return Context("static.0", session, inputs, outputs, call, num_places=num_places)
+
+    return QnnExecutable(subgraph, plan, ROWS, open_context), session
 
 
 class Call(threading.Thread):

@@ -11,7 +11,7 @@ from chunkrt.backends.qnn.socs import MIB, SOCS, WITHOUT_FLOAT16, Soc, find_soc
 from chunkrt.errors import ConfigError
 
 ROWS, DEPTH, COLUMNS = 32, 64, 48
-NUMBERS_WITHOUT_FLOAT16 = {"SM8350": 30, "SM8635": 68, "SM8735": 85, "QCS6490": 93}
+NUMBERS_WITHOUT_FLOAT16 = {"SM8350": 30, "SM7675": 70, "SM8635": 68, "SM8735": 85, "QCS6490": 93}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,11 @@ def test_compiler_and_table_refuse_float16_on_the_same_socs(htp, name, model, tm
         ("Snapdragon X Plus", "SC8380XP"),
         ("Qualcomm Snapdragon X2 Elite", "SC8480XP"),
         ("QCS9075", "QCS9100"),
+        ("X1E80100", "SC8380XP"),
+        ("X1P-42-100", "SC8380XP"),
+        ("X126100", "SC8380XP"),
+        ("X2E96100", "SC8480XP"),
+        ("SA8775P", "SA8255"),
     ],
 )
 def test_soc_has_several_names(alias, name):
@@ -107,11 +112,11 @@ def test_names_are_unambiguous():
 
 @pytest.mark.parametrize("name", ["SM8651", "sm8651"])
 def test_unknown_soc_lists_all(name):
-    with pytest.raises(ConfigError, match=r"unknown SoC 'SM8651'; did you mean 'SM8650'\? there are: .*, QCS9100$"):
+    with pytest.raises(ConfigError, match=r"unknown SoC 'SM8651'; did you mean 'SM8650'\? there are: .*, SA8255$"):
         find_soc(name)
 
 
-@pytest.mark.parametrize("name", ["", "8s Gen 3", "Snapdragon", "pentium"])
+@pytest.mark.parametrize("name", ["", "8s Gen 3", "Snapdragon", "pentium", "X1Eighty", "X3E1"])
 def test_inexact_names_are_refused(name):
     with pytest.raises(ConfigError, match="SM8650"):
         find_soc(name)

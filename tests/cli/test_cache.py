@@ -1,10 +1,14 @@
 """Tests of `chunkrt cache` and `--prefix-cache`: stored, listed and removed files."""
 
 import json
+import os
+import time
 
 import pytest
 from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
+
+from chunkrt.backends.qnn.contexts import ContextFolder
 
 GGUF = checkpoint("llama_biased_gguf")
 PROMPT = "hello " * 12
@@ -84,3 +88,42 @@ def test_bench_uses_no_prefix_cache_by_default(command, tmp_path, options, num_t
     assert command("bench", GGUF, *arguments).status == 0
     groups = json.loads(command("trace", tmp_path / "trace", "--json").out)["groups"]
     assert sum(group["tokens"] for group in groups) == num_tokens
+
+
+@pytest.fixture
+def contexts(own_home):
+    """Three contexts of 1000 bytes and more, unused for 9, 5 and 1 days."""
+    folder = ContextFolder(own_home / "contexts")
+    for name, days in (("old", 9), ("newer", 5), ("newest", 1)):
+        record = folder.make(name, lambda wrapper: wrapper.write_bytes(bytes(1000))).with_name("context.json")
+        used_at = time.time() - days * 86_400
+        os.utime(record, (used_at, used_at))
+    return folder
+
+
+def left(contexts):
+    return {path.name for path in contexts.path.iterdir() if not path.name.startswith(".")}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (("--unused-days", 4), {"newest"}),
+        (("--unused-days", 7, "--most", "2.9KB"), {"newer", "newest"}),
+        (("--most", "1.5KB"), {"newest"}),
+        (("--most", "1GB"), {"old", "newer", "newest"}),
+        ((), set()),
+    ],
+)
+def test_cache_clear_evicts_contexts_by_age_and_size(command, contexts, options, kept):
+    before = sizes(command)["contexts"]["bytes"]
+    freed = json.loads(command("cache", "clear", "contexts", "--json", *options).out)["bytes"]
+    assert left(contexts) == kept
+    assert freed == before - sizes(command)["contexts"]["bytes"]
+
+
+def test_context_that_was_used_is_evicted_last(command, contexts):
+    assert contexts.find("old") is not None
+    assert command("cache", "clear", "contexts", "--most", "1.5KB").status == 0
+    assert left(contexts) == {"old"}
+    expect_one_line(command("cache", "clear", "engines", "--most", "1GB"), "are for contexts", status=2)

@@ -1,6 +1,5 @@
 """Tests of every option of every command with odd values: each is accepted, or refused in one line."""
 
-import importlib
 import shutil
 
 import click
@@ -9,7 +8,7 @@ from chat_model import write_chat_model
 from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
 
-from chunkrt.cli import COMMANDS
+from chunkrt.cli import COMMANDS, find_command
 
 GGUF = checkpoint("llama_biased_gguf")
 VALUES = ("many", "-1", "0", "nan", "inf", "1e400", str(10**20), "", "1,,2", "\u0663", "/dev/full/x", "folder", "empty")
@@ -31,6 +30,7 @@ SHORT = {
     "pull": ("smol",),
     "cache": (),
     "doctor": (),
+    "device-test": (GGUF, "-o", "made.json"),
 }
 """Arguments that make a command short; other commands only need a model."""
 WORK = {
@@ -49,7 +49,7 @@ class WouldWork(BaseException):
 def options():
     """Return (command and subcommand, flag) for all options with a value."""
     for name in COMMANDS:
-        found = getattr(importlib.import_module(f"chunkrt.cli.{name}"), name)
+        found = find_command(name)
         is_group = isinstance(found, click.Group)
         for each in found.commands.values() if is_group else (found,):
             words = (name, each.name) if is_group else (name,)

@@ -1,6 +1,5 @@
 """Tests that docs/json.md has a schema for every --json, and that outputs are valid under it."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ import jsonschema
 import pytest
 from fixture_checkpoints import checkpoint
 
-from chunkrt.cli import COMMANDS
+from chunkrt.cli import COMMANDS, find_command
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 GGUF = str(checkpoint("llama_biased_gguf"))
@@ -96,12 +95,7 @@ def test_json_output_is_valid_under_its_schema(command, name, places, tmp_path, 
 
 
 def test_every_command_with_json_has_a_schema():
-    with_json = {
-        name
-        for name in COMMANDS
-        for p in getattr(importlib.import_module(f"chunkrt.cli.{name}"), name).params
-        if "--json" in p.opts
-    }
+    with_json = {name for name in COMMANDS for p in find_command(name).params if "--json" in p.opts}
     assert {name.partition(" ")[0] for name in SCHEMAS} == with_json
     assert set(SCHEMAS) == set(WAYS)
     for schema in SCHEMAS.values():

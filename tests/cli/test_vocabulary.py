@@ -1,6 +1,5 @@
 """Tests of conventions of all commands: names of devices, MODEL, help texts and exit statuses."""
 
-import importlib
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import click
 import pytest
 from fixture_checkpoints import checkpoint
 
-from chunkrt.cli import COMMANDS
+from chunkrt.cli import COMMANDS, find_command
 from chunkrt.cli.command import MOST_SHOWN, GroupedCommand
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -19,7 +18,7 @@ DEVICE_NAMES = ("sd8gen3", "8gen3", "SM8650", "Snapdragon 8 Gen 3")
 
 
 def command_of(name):
-    return getattr(importlib.import_module(f"chunkrt.cli.{name}"), name)
+    return find_command(name)
 
 
 @pytest.mark.parametrize("name", DEVICE_NAMES)

@@ -79,6 +79,7 @@ def test_engine_directory_holds_these_files_and_no_others(engine_folder):
         "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
         "npu": [],
         "npu_attention": {},
+        "npu_settings": {},
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
             for name in sorted(FILES - {"engine.json"})

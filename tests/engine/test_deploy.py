@@ -19,11 +19,15 @@ import numpy as np
 import pytest
 from damaged_files import flip_a_bit
 from fixture_checkpoints import checkpoint, input_ids
+from random_folders import write_folder
 
 import chunkrt
 from chunkrt import files
-from chunkrt.backends.qnn import SOCS, HtpOptions, backend
+from chunkrt.backends.qnn import SOCS, HtpOptions, backend, library
 from chunkrt.checkpoints.checkpoint import sampled_digest
+from chunkrt.checkpoints.source import weights_digest
+from chunkrt.cli import doctor
+from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
@@ -122,6 +126,7 @@ def test_manifest_contains_versions_hashes_and_targets(deployed):
         "checkpoint": sampled_digest(CHECKPOINT),
         "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
         "npu_attention": {},
+        "npu_settings": {},
     }
 
 
@@ -137,6 +142,43 @@ def test_weights_are_stored_once_for_all_chunk_lengths(tmp_path):
     assert {name.split("-")[2] for name in added} == {"r128"}
     size = (tmp_path / "two" / "engine.json").stat().st_size - (tmp_path / "one" / "engine.json").stat().st_size
     assert two["bytes"] - one["bytes"] == size + sum((tmp_path / "two" / name).stat().st_size for name in added)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint with one layer of SmolLM2-135M's shape, and its calibration."""
+    folder = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    path = write_folder(folder / "wide", num_hidden_layers=1, max_position_embeddings=256, **sizes)
+    planned = plan_checkpoint(path, {})
+    tokens = np.random.default_rng(1).integers(0, planned.plan.vocab_size, 64)
+    calibrate(planned.plan, planned.load, tokens, model="wide", weights=weights_digest(planned.source)).save(
+        folder / "wide.npz"
+    )
+    return path, folder / "wide.npz"
+
+
+def test_contexts_of_several_chunk_lengths_store_weights_once_per_soc(wide, tmp_path, monkeypatch):
+    path, calibration = wide
+    options = EngineOptions(npu="qnn", scheme="w8a16", calibration=calibration)
+
+    def compiled(name, chunk_lengths):
+        compile_engine(str(path), tmp_path / name, options, socs=["SM8650", "SM8750"], chunk_lengths=chunk_lengths)
+        return sum(path.stat().st_size for path in (tmp_path / name / "npu").rglob("*") if path.is_file())
+
+    assert compiled("several", [1, 32, 128]) < 1.1 * compiled("one", [32])
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    tokens = np.arange(3)
+    for soc, length in (("SM8750", 128), ("SM8650", 1)):
+        with chunkrt.load(tmp_path / "several", npu="qnn", soc=soc, chunk_length=length) as engine:
+            assert engine.loaded.npu_backend.num_compiled == 0
+            found = engine.session().prefill(tokens).logits
+        with chunkrt.load(path, npu="qnn", scheme="w8a16", calibration=calibration, chunk_length=length) as engine:
+            np.testing.assert_array_equal(found, engine.session().prefill(tokens).logits)
+    again = EngineOptions(npu="qnn")
+    compile_engine(str(tmp_path / "several"), tmp_path / "again", again, socs=["SM8750"], chunk_lengths=[128])
+    with chunkrt.load(tmp_path / "again", npu="qnn") as engine:
+        assert engine.loaded.npu_backend.num_compiled == 0
 
 
 @pytest.mark.sampled(every=4)
@@ -200,26 +242,64 @@ def test_engine_directory_runs_without_onnx_and_checkpoint(device, tmp_path):
 
 
 def test_missing_onnx_prints_one_line(device, tmp_path):
-    finished = run_without_onnx(device, tmp_path, chunk_length=48)
+    finished = run_without_onnx(device, tmp_path, chunk_length=48, recompile=True)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
     assert line.startswith(f"{device}/npu contains no usable context of static.0 for SM8650, chunks of 48 and ")
     assert "needs onnx-ir" in line
 
 
-@pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
-def test_missing_contexts_are_compiled_into_the_cache(device, tmp_path, options, caplog):
-    before = files_of(device)
-    _, num_compiled = run(device, **options)
-    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+OTHERS = pytest.mark.parametrize(
+    ("options", "lacks"),
+    [
+        ({"chunk_length": 48}, "for SM8650, chunks of 48 and "),
+        ({"soc": "SM8850"}, "for SM8850, chunks of 32 and "),
+        ({"attention": "npu", "npu_window": "24"}, " with `attention=npu` in place of auto;"),
+        ({"htp": HtpOptions(vtcm_mb=4)}, " with vtcm_mb=4;"),
+    ],
+    ids=str,
+)
+
+
+@OTHERS
+def test_missing_contexts_are_an_error_before_anything_is_compiled(device, tmp_path, options, lacks):
+    with pytest.raises(CompileError) as raised:
+        run(device, **options)
+    told = str(raised.value)
     assert told.startswith(f"{device} was compiled for SM8650, chunks of 8; SM8650, chunks of 32; ")
+    assert lacks in told
+    assert told.endswith("; choose a compiled target, or compile here with `recompile=True`")
+    assert not list((tmp_path / "home").glob("contexts/*"))
+
+
+@OTHERS
+def test_missing_contexts_are_compiled_into_the_cache_on_request(device, tmp_path, options, lacks, caplog):
+    before = files_of(device)
+    _, num_compiled = run(device, recompile=True, **options)
+    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+    assert lacks in f"{told};"
     assert told.endswith(f"missing contexts are compiled into {tmp_path / 'home' / 'contexts'}")
-    assert num_compiled == len(STATIC) == len(list((tmp_path / "home" / "contexts").iterdir()))
+    assert num_compiled == len(list((tmp_path / "home" / "contexts").iterdir())) > 0
     assert run(device, **options)[1] == 0
     assert files_of(device) == before
 
 
-def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, caplog):
+def test_missing_contexts_with_fallback_leave_all_work_to_the_cpu(device, caplog):
+    with chunkrt.load(device, npu="qnn", soc="SM8850", on_npu_failure="fallback") as engine:
+        assert engine.loaded.npu_backend is engine.loaded.cpu_backend
+    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+    assert told.endswith("compile here with `recompile=True`; the CPU takes over")
+
+
+def test_command_names_the_flag_that_compiles(device, command):
+    finished = command("run", device, "--npu", "qnn", "--soc", "SM8850", "-p", "hello")
+    assert (finished.status, finished.out) == (1, "")
+    (line,) = [line for line in finished.err.splitlines() if "was compiled for" in line]
+    assert line.endswith("or compile here with --recompile")
+    assert command("run", device, "--npu", "qnn", "--soc", "SM8850", "--recompile", "-p", "hello", "-n", 1).status == 0
+
+
+def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, command):
     options = EngineOptions(npu="qnn", attention="npu", npu_window="8,16", npu_graph="layers=1", context_length=24)
     output = tmp_path / "output"
     compile_engine(str(CHECKPOINT), output, options, socs=["SM8650"], chunk_lengths=[8])
@@ -227,17 +307,64 @@ def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, cap
     with chunkrt.load(output, npu="qnn") as engine:
         assert engine.context_length == 24
         assert (engine.loaded.npu_backend.num_compiled, engine.options.npu_window) == (0, "8,16")
-    assert not [message for message in caplog.messages if "compiled for" in message]
-    with chunkrt.load(output, npu="qnn", npu_window="12") as engine:
-        assert engine.loaded.npu_backend.num_compiled > 0
-    told = [message for message in caplog.messages if "compiled for" in message]
-    assert told[0] == (
-        "attention was compiled for the NPU with npu_window 8,16, and 12 is requested; "
-        "the missing contexts are compiled"
-    )
-    assert len(told) == 2
+    with pytest.raises(CompileError, match=r"with `npu_window=12` in place of 8,16; choose"):
+        chunkrt.load(output, npu="qnn", npu_window="12")
     with chunkrt.load(output, npu="native") as engine:
         assert engine.options.attention == "auto"
+    for arguments in (("plan", output, "--npu", "qnn"), ("fit", output, "--soc", "SM8650")):
+        finished = command(*arguments, "--json")
+        assert "of 8" in finished.out or "at most 8 tokens before them" in finished.err
+    again = compile_engine(
+        str(output), tmp_path / "again", EngineOptions(npu="qnn"), socs=["SM8650"], chunk_lengths=[8]
+    )
+    assert again["npu"][0]["contexts"] == len(list((output / "npu").iterdir()))
+    assert read_manifest(tmp_path / "again").npu_attention == read_manifest(output).npu_attention
+
+
+def findings_of(command, folder):
+    finished = command("doctor", folder, "--json")
+    assert finished.status == 0, finished.err
+    return {finding["what"]: finding for finding in json.loads(finished.out) if finding["what"] in DIRECTORY_CHECKS}
+
+
+DIRECTORY_CHECKS = ("directory", "contexts", "library", "SoC", "driver", "glibc", "ADSP_LIBRARY_PATH")
+
+
+def test_doctor_checks_an_engine_directory(device, command, tmp_path, monkeypatch):
+    found = findings_of(command, device)
+    assert list(found) == ["directory", "contexts", "library", "SoC"]
+    assert all(finding["ok"] for finding in found.values())
+    assert found["contexts"]["found"] == "; ".join(f"{soc}, chunks of {chunk}" for soc, chunk in COMPILED_FOR)
+    (context,) = (device / "npu").glob("SM8650-w8a16-r32-static.1-*")
+    flip_a_bit(context / "context_qnn.bin")
+    manifest = json.loads((device / "engine.json").read_text())
+    for target in manifest["npu"]:
+        target["library"] = "2.6.0"
+    (device / "engine.json").write_text(json.dumps(manifest))
+    found = findings_of(command, device)
+    assert [what for what, finding in found.items() if not finding["ok"]] == ["contexts", "library"]
+    assert found["contexts"]["found"] == f"{context.name} is damaged"
+    assert found["library"]["advice"] == "pip install onnxruntime-qnn==2.6.0"
+    (device / "plan.json").write_text("{}")
+    assert "plan.json has changed" in findings_of(command, device)["directory"]["found"]
+
+
+def test_doctor_checks_the_parts_that_a_device_needs(device, command, tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "is_emulating", lambda: False)
+    monkeypatch.setattr(doctor.qnn, "is_emulating", lambda: False)
+    monkeypatch.setattr(library, "LINUX_DEVICES", tmp_path / "devices")
+    (tmp_path / "devices" / "soc0").mkdir(parents=True)
+    (tmp_path / "devices" / "soc0" / "machine").write_text("SM8850\n")
+    monkeypatch.setenv("ADSP_LIBRARY_PATH", f"{tmp_path}/none;{tmp_path}")
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    found = findings_of(command, device)
+    assert [what for what, finding in found.items() if not finding["ok"]] == list(DIRECTORY_CHECKS[3:])
+    assert found["SoC"]["advice"] == "compile the model with --soc SM8850"
+    (tmp_path / "libQnnHtpV75Skel.so").touch()
+    (tmp_path / "devices" / "soc0" / "machine").write_text("SM8650\n")
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", "2.35"))
+    found = findings_of(command, device)
+    assert [what for what, finding in found.items() if not finding["ok"]] == ["driver"]
 
 
 def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path):
@@ -248,15 +375,17 @@ def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path
         target["library"] = "2.6.0"
     manifest.write_text(json.dumps(data))
     with pytest.raises(
-        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which compiled the existing contexts, or pip"
+        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which compiled the existing contexts, or choose"
     ):
         run(tmp_path / "other", chunk_length=48)
+    with pytest.raises(CompileError, match=r"or pip install onnx-ir, or recompile the model$"):
+        run(tmp_path / "other", chunk_length=48, recompile=True)
 
 
 @pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
 def test_missing_contexts_need_onnx(device, without_onnx, options):
     with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or recompile the model$"):
-        run(device, **options)
+        run(device, recompile=True, **options)
 
 
 def truncate(path):
@@ -375,7 +504,8 @@ def test_vtcm_setting_is_compiled_into_the_contexts(command, tmp_path, monkeypat
     assert command(*arguments).status == 0
     (tmp_path / "home").rename(tmp_path / "nobody's")
     assert run(tmp_path / "output", htp=HtpOptions(vtcm_mb=4))[1] == 0
-    assert run(tmp_path / "output")[1] == len(STATIC)
+    assert run(tmp_path / "output")[1] == 0
+    assert run(tmp_path / "output", htp=HtpOptions(vtcm_mb=2), recompile=True)[1] == len(STATIC)
 
 
 def test_ctrl_c_leaves_no_output_and_the_next_call_continues(command, tmp_path, monkeypatch):

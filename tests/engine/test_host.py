@@ -152,15 +152,16 @@ def tokens_of(count):
 def test_host_gets_the_logits_of_chunkrt(name, settings, calibrations, tmp_path):
     options = {"npu": "qnn", "scheme": "w8a16", "context_length": CONTEXT}
     options |= {"attention": "npu", "npu_window": str(CONTEXT), **settings}
-    folder = tmp_path / "engine"
+    folder, whole = tmp_path / "phone", tmp_path / "engine"
     compiled = EngineOptions(**options, calibration=calibrations(name))
-    compile_engine(str(checkpoint(name)), folder, compiled, socs=["SM8650"], chunk_lengths=[CHUNK], for_host=True)
+    for output, for_host in ((folder, True), (whole, False)):
+        compile_engine(
+            str(checkpoint(name)), output, compiled, socs=["SM8650"], chunk_lengths=[CHUNK], for_host=for_host
+        )
     tokens = tokens_of(CONTEXT)
-    with chunkrt.load(folder, chunk_length=CHUNK, threads=1, prefix_cache="off", **options) as engine:
+    with chunkrt.load(whole, npu="qnn", threads=1, prefix_cache="off") as engine:
         expected = engine.session().prefill(tokens, logits="all").logits
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        if path.relative_to(folder).as_posix() not in json.loads((folder / "host" / "host.json").read_text())["files"]:
-            path.unlink()
+    assert files_below(folder) == json.loads((folder / "host" / "host.json").read_text())["files"]
     host = Host(folder, CHUNK)
     tables = [i for p in (folder / "host").glob("*.onnx") for i in onnx.load(p).graph.initializer if len(i.dims) == 2]
     assert onnx.TensorProto.FLOAT16 in {table.data_type for table in tables}
@@ -170,13 +171,42 @@ def test_host_gets_the_logits_of_chunkrt(name, settings, calibrations, tmp_path)
     assert np.mean(found == expected) > 1 / 2
 
 
-def test_models_that_a_host_cannot_run_are_rejected(command, calibrations, tmp_path, monkeypatch):
+def files_below(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_weights_that_exceed_an_onnx_file_are_stored_separately(calibrations, tmp_path, monkeypatch, command):
+    options = EngineOptions(
+        npu="qnn", scheme="w8a16", context_length=32, attention="npu", calibration=calibrations("llama_gqa")
+    )
+
+    def compiled(name):
+        folder = tmp_path / name
+        compile_engine(
+            str(checkpoint("llama_gqa")), folder, options, socs=["SM8650"], chunk_lengths=[CHUNK], for_host=True
+        )
+        return folder
+
+    within = compiled("within")
+    monkeypatch.setattr(host, "LARGEST_GRAPH", 1000)
+    beside = compiled("beside")
+    files = json.loads((beside / "host" / "host.json").read_text())["files"]
+    assert files == files_below(beside)
+    assert set(files) - set(files_below(within)) == {f"host/{name}.onnx.data" for name in ("embedding", "head")}
+    tokens = tokens_of(CHUNK)
+    np.testing.assert_array_equal(Host(beside, CHUNK).run(tokens), Host(within, CHUNK).run(tokens))
+    expect_one_line(command("run", beside, "-p", "hello"), "compile it without --for-host")
+
+
+def test_models_that_a_host_cannot_run_are_rejected_before_they_are_compiled(
+    command, calibrations, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
     expect_one_line(command(*asked), "--for-host has no effect without --soc")
     asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
     expect_one_line(command(*asked), "needs all layers on the NPU, but dynamic.0 is not on the NPU")
     short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
     expect_one_line(command(*asked, *short), "a --context that is no longer than the longest --npu-window")
-    monkeypatch.setattr(host, "LARGEST_GRAPH", 1000)
-    expect_one_line(command(*asked, *short), "embedding has more than 2 GiB of weights")
     assert not (tmp_path / "engine").exists()
+    assert not list((tmp_path / "home").glob("engines/*"))

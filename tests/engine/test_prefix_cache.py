@@ -13,15 +13,17 @@ from random import Random
 
 import numpy as np
 import pytest
+from fake_backend import wait_for, wait_until
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 from states import make_state
 
 import chunkrt
+from chunkrt.backends.fallback import NpuHealth
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
 from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import open_cache
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, DeviceLostError
 from chunkrt.runtime.request import Request
 
 CONTEXT = 120
@@ -376,23 +378,45 @@ def test_ranks_have_no_prefix_cache_and_reject_one() -> None:
         for place in ("memory", "disk", "/somewhere"):
             engine.loaded.options = replace(engine.options, prefix_cache=place)
             with pytest.raises(ConfigError, match="ranks do not support the prefix cache"):
-                open_cache(engine.loaded, Exactness(step=1, tokens_differ=False), has_ranks=True, is_npu_lost=bool)
+                open_cache(engine.loaded, Exactness(step=1, tokens_differ=False), has_ranks=True, npu_health=None)
         for place in (None, "off"):
             engine.loaded.options = replace(engine.options, prefix_cache=place)
             exactness = Exactness(step=1, tokens_differ=False)
-            assert open_cache(engine, exactness, has_ranks=True, is_npu_lost=bool) is None
+            assert open_cache(engine, exactness, has_ranks=True, npu_health=None) is None
 
 
-def test_lost_npu_disables_the_cache() -> None:
-    """Its results differ from those that the CPU computes from then on."""
+def test_prefix_cache_is_off_while_the_npu_is_lost() -> None:
+    """Results of the NPU differ from those that the CPU computes."""
+    restored = threading.Event()
+    health = NpuHealth(lambda: wait_for(restored))
     with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
-        is_lost, exactness = [False], engine.loaded.prefix_cache.exactness
-        engine.loaded.prefix_cache = open_cache(engine, exactness, has_ranks=False, is_npu_lost=lambda: is_lost[0])
-        found = []
-        for lost in (False, False, True):
-            is_lost[0] = lost
-            found.append(engine.session().prefill(range(1, 40)).num_cached)
-        assert found == [0, 38, 0]
+        exactness = engine.loaded.prefix_cache.exactness
+        engine.loaded.prefix_cache = open_cache(engine, exactness, has_ranks=False, npu_health=health)
+        prompt = range(1, 40)
+        found = [engine.session().prefill(prompt).num_cached for _ in range(2)]
+        health.report(DeviceLostError("gone"), in_background=True)
+        found.append(engine.session().prefill(prompt).num_cached)
+        restored.set()
+        wait_until(lambda: health.state.status == "ok")
+        found.append(engine.session().prefill(prompt).num_cached)
+        assert found == [0, 38, 0, 38]
+    health.close()
+
+
+def test_prompt_that_the_cpu_computed_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    health = NpuHealth()
+    with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
+        exactness = engine.loaded.prefix_cache.exactness
+        engine.loaded.prefix_cache = open_cache(engine, exactness, has_ranks=False, npu_health=health)
+        run, fallbacks = engine.loaded.run, [1, 0, 0]
+
+        def run_with_fallback(request: Request) -> Request:
+            if fallbacks.pop(0):
+                health.report_fallback()
+            return run(request)
+
+        monkeypatch.setattr(engine.loaded, "run", run_with_fallback)
+        assert [engine.session().prefill(range(1, 40)).num_cached for _ in range(3)] == [0, 0, 38]
 
 
 def abandon(engine: Engine, prompt: list[int]) -> None:

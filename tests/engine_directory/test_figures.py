@@ -2,8 +2,11 @@
 
 import pytest
 
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.figures import attention_figures, subgraph_figures, weight_bytes
 from chunkrt.quant.scheme import SCHEMES
+from chunkrt.simulate import find_shape
 from chunkrt.testing.random_decoders import random_decoder
 
 DECODER = random_decoder(list(SCHEMES.values()))
@@ -87,3 +90,22 @@ def test_state_and_kinds_are_those_of_the_plan():
     assert len(found["dynamic.1"].state_slots) == 2
     assert found["static.1"].device == "npu"
     assert found["static.1"].num_nodes == 14
+
+
+def test_driver_bytes_are_all_buffers_of_the_npu_graphs():
+    """An 8B decoder with 32 layers of 8 key heads of 128 columns, with attention over 4096 slots."""
+    layers, kv_heads, head_dim, slots, rows, hidden, width = 32, 8, 128, 4096, 32, 4096, 2
+    plan = find_shape("llama-3.1-8b").plan().within(slots)
+    options = EngineOptions(npu="qnn", attention="npu", npu_window=slots, context_length=slots)
+    (near,) = near_plans(plan, {}, options, slots, rows)
+    found = subgraph_figures(near.plan, SCHEMES["w4a16"], chunk_length=rows)
+    history = 2 * layers * kv_heads * head_dim * slots * width
+    assert history == 536_870_912
+    graphs = [f for f in found if f.device == "npu"]
+    # The residual stream enters and leaves each graph; graphs are cut after attention, whose result also crosses.
+    num_values = 2 * len(graphs) + 2 * (len(graphs) - 1)
+    values = num_values * rows * hidden * width
+    inputs = (rows * (slots + rows) + rows * head_dim) * width  # mask, and rows of two tables of half a head
+    new_rows = 2 * layers * kv_heads * head_dim * rows * width
+    assert sum(f.driver_bytes for f in graphs) == history + new_rows + values + inputs * len(graphs)
+    assert not any(f.driver_bytes for f in figures("w8a8-dynamic").values())

@@ -30,6 +30,9 @@ from chunkrt.graph.plan import (
 from chunkrt.quant.scheme import Scheme
 
 MINIMUM_SUFFIX = ".minimum"
+DATA_SUFFIX = ".data"
+"""Suffix of a model's name for the file of its weights."""
+
 DYNAMIC_FUNCTIONS = ("TakeOutliers", "QuantizeRows", "MultiplyBlocks", "DynamicLinear", "BlockLinear")
 """Functions that linears with dynamic activations call."""
 
@@ -153,12 +156,15 @@ def save_subgraph(
     path: Path,
     *,
     keeps_float16: bool = False,
+    most_in_file: int | None = None,
 ) -> None:
     """Write a subgraph under a scheme, with its weights, for any number of rows. Raises OSError.
 
     Args:
         keeps_float16: keep an embedding table in float16 if it is stored in float16; its rows become float32 after the
             gather.
+        most_in_file: number of bytes of weights above which they are stored in a file next to the model, with ".data"
+            added to its name; by default they are always stored in the model.
     """
     model = to_onnx(plan, [subgraph], name=subgraph.name)
     quantize_linears(model, scheme)
@@ -168,8 +174,9 @@ def save_subgraph(
             values[name] = weights.array(name)
             _widen_rows(model.graph, value)
         value.const_value = ir.tensor(values[name], name=name)
+    is_large = most_in_file is not None and sum(array.nbytes for array in values.values()) > most_in_file
     with written_aside(path) as aside:
-        ir.save(model, aside)
+        ir.save(model, aside, external_data=path.name + DATA_SUFFIX if is_large else None)
 
 
 def _widen_rows(graph: ir.Graph, table: ir.Value) -> None:

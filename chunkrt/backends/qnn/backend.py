@@ -5,24 +5,48 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from chunkrt.backends.base import Executable, Support
+from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, ordinary_buffer, shared_buffer
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
-from chunkrt.backends.qnn.executable import QnnExecutable, WindowedExecutable
+from chunkrt.backends.qnn.executable import Context, ContextSlot, QnnExecutable, Shapes, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
 from chunkrt.backends.qnn.socs import Soc
+from chunkrt.backends.qnn.timed_calls import DEVICE_LIMIT_S, EMULATOR_LIMIT_S
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import CompileError, DeviceLostError
+from chunkrt.errors import CompileError
 from chunkrt.graph.plan import Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import Scheme
 
+Result = TypeVar("Result")
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledFor:
+    """The targets of an engine directory that was compiled for NPUs.
+
+    Attributes:
+        folder: the directory.
+        targets: descriptions of its SoCs and chunk lengths.
+        libraries: the versions of onnxruntime-qnn that compiled its contexts.
+        changes: description of options that differ from those of the compilation; empty if none do.
+        recompiles: True if missing contexts are compiled, False if they are an error.
+    """
+
+    folder: Path
+    targets: Sequence[str]
+    libraries: Sequence[str]
+    changes: str = ""
+    recompiles: bool = False
 
 
 class QnnBackend:
@@ -32,9 +56,9 @@ class QnnBackend:
         soc: the SoC to compile for, and to run on or to emulate.
         contexts: a folder for compiled contexts, shared by all models; missing contexts are compiled into it.
         compiled: a folder that is searched first and never written: the contexts of an engine directory.
-        compiled_by: the versions of onnxruntime-qnn that compiled the contexts in `compiled`.
-        compiled_for: descriptions of the targets of the contexts in `compiled`.
+        origin: the targets of the contexts in `compiled`; None if all contexts may be compiled without notice.
         options: settings of the NPU.
+        limit_s: seconds after which a call counts as lost; by default that of devices or of the emulator.
 
     Raises:
         BackendUnavailableError: onnxruntime-qnn is not installed or does not load.
@@ -52,17 +76,21 @@ class QnnBackend:
         *,
         contexts: Path,
         compiled: Path | None = None,
-        compiled_by: Collection[str] = (),
-        compiled_for: Sequence[str] = (),
+        origin: CompiledFor | None = None,
         options: HtpOptions | None = None,
+        limit_s: float | None = None,
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
         self._contexts = ContextFolder(contexts)
         self._compiled = ContextFolder(compiled) if compiled else None
-        self._compiled_by, self._compiled_for = compiled_by, compiled_for
+        self._origin = origin
         self._options = options or HtpOptions()
         self._options.check_known()
+        self._limit_s = limit_s or (EMULATOR_LIMIT_S if self.htp.is_emulated else DEVICE_LIMIT_S)
+        self.shares_memory = not self.htp.is_emulated
+        """True if buffers are in memory that CPU and NPU share."""
+        self._slots: WeakSet[ContextSlot] = WeakSet()
         self.num_compiled = 0
         """Number of contexts that were compiled because they were not on disk."""
 
@@ -82,47 +110,95 @@ class QnnBackend:
             DeviceLostError: the NPU refuses the context, or lacks memory for its inputs and outputs.
         """
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
-        try:
-            session = open_session(self.htp, self.soc, wrapper, options=self._options.as_provider_options())
-            if subgraph.state:
-                return WindowedExecutable(subgraph, plan, chunk_length, session, self.htp, weights)
-            return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
-        except Exception as error:  # ONNX Runtime raises many unrelated types
-            raise DeviceLostError(f"the NPU refuses the context of {subgraph.name}: {error}") from error
+
+        def open_context(inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+            return self._open_context(subgraph.name, wrapper, inputs, outputs, num_places)
+
+        executable = (
+            WindowedExecutable(subgraph, plan, chunk_length, open_context, weights)
+            if subgraph.state
+            else QnnExecutable(subgraph, plan, chunk_length, open_context)
+        )
+        self._slots.add(executable.slot)
+        return executable
+
+    def restore(self) -> None:
+        """Close all contexts, open them again from their files, and run each once. Requires that no call is made in the
+        meantime.
+
+        Raises:
+            DeviceLostError: the NPU refuses a context, fails or does not respond.
+        """
+        slots = list(self._slots)
+        for slot in slots:
+            slot.close()
+        for slot in slots:
+            slot.reopen()
+
+    def _open_context(self, name: str, wrapper: Path, inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+        """Open a context with buffers in memory that CPU and NPU share, or in ordinary memory if the emulator computes,
+        or if sharing failed once.
+        """
+        options = self._options.as_provider_options()
+
+        def opened(session_options: Mapping[str, str], allocate: Callable[[Any, Sequence[int]], Buffer]) -> Context:
+            session = self._call(lambda: open_session(self.htp, self.soc, wrapper, options=session_options))
+            return Context(
+                name,
+                session,
+                inputs,
+                outputs,
+                self._call,
+                num_places=num_places,
+                allocate=lambda shape: allocate(session, shape),
+            )
+
+        if self.shares_memory:
+            try:
+                context = opened(
+                    {**options, SHARED_MEMORY_OPTION: "1"},
+                    lambda session, shape: shared_buffer(session, self.htp.device, shape),
+                )
+                context.probe()
+                return context
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                self.shares_memory = False
+                log.warning(
+                    "CPU and NPU share no memory (%s: %s); the driver copies all inputs and outputs of each run",
+                    name,
+                    error,
+                )
+        return opened(options, lambda session, shape: ordinary_buffer(shape))
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        return self.htp.calls.call(function, self._limit_s)
 
     def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
         """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`."""
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         key = self.key(subgraph, plan, chunk_length, scheme, weights)
-        for folder in (f for f in (self._compiled, self._contexts) if f):
+        folders = [folder for folder in (self._compiled, self._contexts) if folder]
+        for folder in folders:
             if wrapper := folder.find(key):
                 return wrapper
+        try:
+            if self._compiled and (wrapper := self._compiled.assemble(key, self._contexts)):
+                return wrapper
+        except OSError as error:
+            raise self._unwritable(subgraph, error) from error
+        if self._origin and not self.num_compiled and not any(folder.has(key) for folder in folders):
+            self._report_mismatch(self._origin, subgraph, chunk_length)
         try:
             from chunkrt.backends.qnn.model import npu_model
         except ImportError as error:
             where = f"{self._compiled.path} contains" if self._compiled else "there is"
             vtcm = f", {self._options.vtcm_mb} MiB of VTCM" if self._options.vtcm_mb else ""
-            others = sorted(set(self._compiled_by) - {self.htp.version})
-            remedy = f"pip install {PACKAGE}=={others[0]}, which compiled the existing contexts, or " if others else ""
             raise CompileError(
                 f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length}{vtcm} and "
-                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; {remedy}pip install onnx-ir, or "
-                "recompile the model"
+                f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; {self._other_library()}pip "
+                "install onnx-ir, or recompile the model"
             ) from error
         model = npu_model(plan, subgraph, chunk_length, scheme, weights)
-
-        if self._compiled_for and not self.num_compiled:
-            log.warning(
-                "%s was compiled for %s by onnxruntime-qnn %s, and lacks contexts for %s, chunks of %d and %s; missing "
-                "contexts are compiled into %s",
-                self._compiled.path.parent if self._compiled else "the model",
-                "; ".join(self._compiled_for),
-                ", ".join(sorted(self._compiled_by)),
-                self.soc.name,
-                chunk_length,
-                self.htp.version,
-                self._contexts.path,
-            )
 
         def write(wrapper: Path) -> None:
             options = self._options.as_provider_options(compiling=True)
@@ -132,12 +208,36 @@ class QnnBackend:
         try:
             return self._contexts.make(key, write)
         except OSError as error:
-            raise CompileError(
-                f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
-                "CHUNKRT_HOME to move it"
-            ) from error
+            raise self._unwritable(subgraph, error) from error
         except Exception as error:  # an exception of ONNX Runtime
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
+
+    def _unwritable(self, subgraph: Subgraph, error: OSError) -> CompileError:
+        return CompileError(
+            f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
+            "CHUNKRT_HOME to move it"
+        )
+
+    def _report_mismatch(self, origin: CompiledFor, subgraph: Subgraph, chunk_length: int) -> None:
+        """Log that contexts are missing and will be compiled. Raise CompileError if they must not be compiled."""
+        changes = f" with {origin.changes}" if origin.changes else ""
+        told = (
+            f"{origin.folder} was compiled for {'; '.join(origin.targets)} by onnxruntime-qnn "
+            f"{', '.join(origin.libraries)}, and lacks the context of {subgraph.name} for {self.soc.name}, chunks of "
+            f"{chunk_length} and {self.htp.version}{changes}"
+        )
+        if not origin.recompiles:
+            raise CompileError(
+                f"{told}; {self._other_library()}choose a compiled target, or compile here with `recompile=True`"
+            )
+        log.warning("%s; missing contexts are compiled into %s", told, self._contexts.path)
+
+    def _other_library(self) -> str:
+        """Return a remedy if another version of the library compiled the directory's contexts, or an empty string."""
+        others = [
+            library for library in (self._origin.libraries if self._origin else ()) if library != self.htp.version
+        ]
+        return f"pip install {PACKAGE}=={others[0]}, which compiled the existing contexts, or " if others else ""
 
     def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
         """Return the name of a context: a readable prefix, then a hash of all inputs of its compilation.

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
+from chunkrt.backends.qnn.buffers import Buffer, ordinary_buffer
 from chunkrt.backends.qnn.htp_support import graph_rows
-from chunkrt.backends.qnn.library import Htp
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 from chunkrt.graph.static_attention import is_convolution, static_slots
 
+Result = TypeVar("Result")
+
 FLOAT16_SUFFIX = ".float16"
 """Suffixes of a compiled subgraph's inputs and outputs."""
+
+
+class Call(Protocol):
+    """Function that calls another one on the NPU's thread, with a time limit."""
+
+    def __call__(self, function: Callable[[], Result], /) -> Result:
+        """Return the result of a function; see `TimedCalls.call`."""
+        ...
+
+
+Shapes = Mapping[str, Sequence[int]]
+OpenContext = Callable[[Shapes, Shapes, int], "Context"]
+"""Function that opens a context for shapes of inputs and outputs by name, and a number of calls at once."""
 
 
 NUM_PLACES = 2
 """Number of buffer sets: while the NPU computes with one set, the inputs of the next call are converted into the other.
 """
+
+
+class Held(NamedTuple):
+    """Positions of a history that the buffers of caches and rings hold: those up to `end` that the graph sees."""
+
+    history: int | None
+    end: int
+
+
+NOTHING = Held(None, 0)
 
 
 class Context:
@@ -34,8 +59,12 @@ class Context:
         name: the subgraph's name, for messages.
         session: a session of ONNX Runtime over a graph of `graph_rows` rows.
         inputs, outputs: shapes by name.
-        htp: the processor, which computes one call at a time.
+        call: calls a function on the processor, which computes one call at a time; see `TimedCalls.call`.
         num_places: number of calls that can be in progress at once.
+        allocate: makes a buffer of a shape.
+
+    Attributes:
+        held: positions of a history in the buffers.
     """
 
     def __init__(
@@ -44,13 +73,15 @@ class Context:
         session: Any,
         inputs: Mapping[str, Sequence[int]],
         outputs: Mapping[str, Sequence[int]],
-        htp: Htp,
+        call: Call,
         *,
         num_places: int,
+        allocate: Callable[[Sequence[int]], Buffer] = ordinary_buffer,
     ) -> None:
+        self.held = NOTHING
         self._name = name
-        self._session, self._turn = session, htp.turn
-        self._places = [BoundBuffers(session.io_binding(), inputs, outputs) for _ in range(num_places)]
+        self._session, self._call = session, call
+        self._places = [BoundBuffers(session.io_binding(), inputs, outputs, allocate) for _ in range(num_places)]
 
     @property
     def place(self) -> BoundBuffers:
@@ -58,15 +89,63 @@ class Context:
         return next((place for place in self._places if not place.turn.locked()), self._places[0])
 
     def compute(self, place: BoundBuffers) -> Passage:
-        """Run the graph on the values in the buffers. Raises DeviceLostError if the NPU fails."""
+        """Run the graph on the values in the buffers. Raises DeviceLostError if the NPU fails or does not respond."""
         entered_ns = perf_counter_ns()
-        with self._turn:
+
+        def run() -> Passage:
             began_ns = perf_counter_ns()
-            try:
-                self._session.run_with_iobinding(place.binding)
-            except Exception as error:  # ONNX Runtime raises many unrelated types
-                raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+            self._session.run_with_iobinding(place.binding)
             return Passage(entered_ns, began_ns, perf_counter_ns())
+
+        try:
+            return self._call(run)
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise DeviceLostError(f"the NPU failed in subgraph {self._name}: {error}") from error
+
+    def probe(self) -> None:
+        """Run the graph once on the values that its buffers contain. Raises as `compute`."""
+        place = self.place
+        with place.turn:
+            self.compute(place)
+
+
+class ContextSlot:
+    """Place of a context that can be closed and opened again.
+
+    Args:
+        name: the subgraph's name, for messages.
+        open_context: opens the context.
+
+    Raises:
+        DeviceLostError: the NPU refuses the context, lacks memory for its inputs and outputs, or does not respond.
+    """
+
+    def __init__(self, name: str, open_context: Callable[[], Context]) -> None:
+        self._name, self._open = name, open_context
+        self._context: Context | None = self._opened()
+
+    @property
+    def context(self) -> Context:
+        """The context. Access to a closed one raises DeviceLostError."""
+        if (context := self._context) is None:
+            raise DeviceLostError(f"the context of {self._name} is closed, because the NPU failed")
+        return context
+
+    def close(self) -> None:
+        """Release the context, so that its memory is free when all its calls have returned."""
+        self._context = None
+
+    def reopen(self) -> None:
+        """Open the context again, and run it once. Raises DeviceLostError as the constructor, or if the run fails."""
+        context = self._opened()
+        context.probe()
+        self._context = context
+
+    def _opened(self) -> Context:
+        try:
+            return self._open()
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise DeviceLostError(f"the NPU refuses the context of {self._name}: {error}") from error
 
 
 class BoundBuffers:
@@ -76,17 +155,20 @@ class BoundBuffers:
         turn: lock that a call holds while it uses the buffers.
     """
 
-    def __init__(self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]]) -> None:
-        import onnxruntime as ort
-
+    def __init__(
+        self,
+        binding: Any,
+        inputs: Mapping[str, Sequence[int]],
+        outputs: Mapping[str, Sequence[int]],
+        allocate: Callable[[Sequence[int]], Buffer],
+    ) -> None:
         self.binding, self.turn = binding, Lock()
         self.buffers: dict[str, NDArray[np.float16]] = {}
         self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
         for bind, shapes in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
             for name, shape in shapes.items():
-                buffer = np.zeros(tuple(shape), np.float16)
-                value = ort.OrtValue.ortvalue_from_numpy(buffer)
+                buffer, value = allocate(shape)
                 bind(name + FLOAT16_SUFFIX, value)
                 self._values.append(value)
                 self.buffers[name] = buffer
@@ -131,14 +213,14 @@ class BoundBuffers:
 class QnnExecutable:
     """Executable of a static subgraph, which takes complete chunks."""
 
-    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp) -> None:
+    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, open_context: OpenContext) -> None:
         self.fixed_length: int | None = chunk_length
         rows = graph_rows(chunk_length)
         inputs, outputs = (
             {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
             for names in (subgraph.inputs, subgraph.outputs)
         )
-        self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=NUM_PLACES)
+        self.slot = ContextSlot(subgraph.name, lambda: open_context(inputs, outputs, NUM_PLACES))
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
         """See `Executable.run`. If several threads call this, one call computes while the others convert values.
@@ -147,11 +229,12 @@ class QnnExecutable:
             DeviceLostError: the NPU failed.
             NumberRangeError: a value exceeds float16.
         """
-        place = self._context.place
+        context = self.slot.context
+        place = context.place
         with place.turn:
             for name, array in inputs.items():
                 place.enter(name, array)
-            passage = self._context.compute(place)
+            passage = context.compute(place)
             for name, array in outputs.items():
                 place.leave(name, array)
         return passage
@@ -205,16 +288,6 @@ class WindowEdges:
             self.outputs[state + NEW_SUFFIX] = (rows, channels)
 
 
-class Held(NamedTuple):
-    """Positions of a history that the buffers of caches and rings hold: those up to `end` that the graph sees."""
-
-    history: int | None
-    end: int
-
-
-NOTHING = Held(None, 0)
-
-
 class WindowedExecutable:
     """Executable of a subgraph with attention or convolutions. It takes any number of rows up to the chunk length, and
     pads the chunk itself.
@@ -223,7 +296,12 @@ class WindowedExecutable:
     fixed_length: int | None = None
 
     def __init__(
-        self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp, weights: WeightStore
+        self,
+        subgraph: Subgraph,
+        plan: Plan,
+        chunk_length: int,
+        open_context: OpenContext,
+        weights: WeightStore,
     ) -> None:
         self._name = subgraph.name
         self._rows = rows = graph_rows(chunk_length)
@@ -233,8 +311,7 @@ class WindowedExecutable:
         self._tables = {name: weights.array(name) for name in edges.tables}
         # The state orders the chunks of a sequence, so the next chunk's inputs cannot be converted while a chunk is
         # computed.
-        self._context = Context(subgraph.name, session, edges.inputs, edges.outputs, htp, num_places=1)
-        self._held = NOTHING
+        self.slot = ContextSlot(subgraph.name, lambda: open_context(edges.inputs, edges.outputs, 1))
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
         """See `Executable.run`. Raises as `run_after`."""
@@ -251,7 +328,8 @@ class WindowedExecutable:
         num_rows = len(inputs[self._values[0]])
         position = int(inputs["position"][0]) if self._caches else 0  # convolutions do not need it
         first = int(inputs["rope_position"][0]) if "rope_position" in inputs else position
-        place = self._context.place
+        context = self.slot.context
+        place = context.place
         with place.turn:
             for name in self._values:
                 place.enter(name, inputs[name])
@@ -260,12 +338,12 @@ class WindowedExecutable:
                 place.buffers[name + ROWS_SUFFIX][:num_rows] = table[first : first + num_rows]
             for name, node in self._masks.items():
                 self._mask(place.buffers[name], node, position, num_rows)
-            held, self._held = self._held, NOTHING
+            held, context.held = context.held, NOTHING
             is_same = history is not None and held.history == history and held.end <= position
             self._copy(place, inputs, held.end if is_same else 0, position)
             for state in self._convolutions:
                 place.enter(state, inputs[state].T)
-            passage = self._context.compute(place)
+            passage = context.compute(place)
             for cache in self._caches:
                 place.check_finite(cache + NEW_SUFFIX, len(place.buffers[cache]))
             for state in self._convolutions:
@@ -279,7 +357,7 @@ class WindowedExecutable:
                 slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
                 inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
             self._copy(place, inputs, position, position + num_rows)
-            self._held = Held(history, position + num_rows)
+            context.held = Held(history, position + num_rows)
         return passage
 
     def _copy(self, place: BoundBuffers, inputs: Mapping[str, Array], start: int, end: int) -> None:

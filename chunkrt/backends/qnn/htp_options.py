@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ SET_BY_CHUNKRT = {
     "soc_model": "name the SoC with `soc`",
     "htp_arch": "name the SoC with `soc`",
     "enable_block_quant_weight_optimization": "without it 4-bit weights are computed wrongly",
-    "enable_htp_shared_memory_allocator": "chunkrt allocates buffers itself, in memory that is not shared with the NPU",
+    "enable_htp_shared_memory_allocator": "buffers are in memory that CPU and NPU share, where this is possible",
     "ep.share_ep_contexts": "a context holds one subgraph and shares no weights with others",
     "offload_graph_io_quantization": "values enter and leave as float16",
 }
@@ -108,6 +108,24 @@ class HtpOptions:
         """Options other than VTCM that affect contexts, by the provider's names; empty if none is set."""
         graph = {} if self.graph_optimization is None else {"graph_optimization": self.graph_optimization}
         return {PROVIDER_NAMES[name]: str(value) for name, value in graph.items()} | dict(sorted(self.more))
+
+    @property
+    def compiled_settings(self) -> dict[str, str]:
+        """Settings that affect contexts, including VTCM, by the names that `parse` takes."""
+        vtcm = {} if self.vtcm_mb is None else {PROVIDER_NAMES["vtcm_mb"]: str(self.vtcm_mb)}
+        ours = {provider: name for name, provider in PROVIDER_NAMES.items()}
+        return {ours.get(name, name): value for name, value in (vtcm | self.compiled_in).items()}
+
+    def with_compiled(self, settings: Mapping[str, str]) -> HtpOptions:
+        """Return these options, with settings of compiled contexts for those that are not set. Raise ConfigError for a
+        setting that this version does not know.
+        """
+        added = [f"{name}={value}" for name, value in settings.items() if name not in self.compiled_settings]
+        if not added:
+            return self
+        compiled = HtpOptions.parse(added)
+        named = {name: getattr(compiled, name) for name in PROVIDER_NAMES if name in settings}
+        return replace(self, more=(*self.more, *compiled.more), **{n: v for n, v in named.items() if v is not None})
 
     def check_known(self) -> None:
         """Raise ConfigError if the installed onnxruntime-qnn does not support an option, because its provider would

@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn.socs import SOCS, Soc
+from chunkrt.backends.qnn.timed_calls import TimedCalls
 from chunkrt.errors import BackendUnavailableError, ConfigError
 
 PACKAGE = "onnxruntime-qnn"
@@ -43,14 +43,14 @@ class Htp:
 
     Attributes:
         device: the device on which sessions are opened.
-        turn: lock that a call holds while the processor computes, because it computes one graph at a time.
+        calls: the thread that calls the processor, because it computes one graph at a time.
     """
 
     version: str
     is_emulated: bool
     device: Any
     backend_path: str
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    calls: TimedCalls = field(default_factory=TimedCalls)
 
 
 def is_installed() -> bool:
@@ -89,7 +89,7 @@ def this_soc() -> Soc | None:
     Raises:
         ConfigError: this machine has an NPU, and its operating system does not report a known SoC.
     """
-    if _is_emulating():
+    if is_emulating():
         return None
     described = " ".join(_descriptions())
     for soc in SOCS.values():
@@ -114,7 +114,7 @@ def _descriptions() -> Iterator[str]:
 
 def has_npu() -> bool:
     """Return whether this machine has a Hexagon NPU that the plug-in can reach."""
-    if not is_installed() or _is_emulating():
+    if not is_installed() or is_emulating():
         return False
     import onnxruntime as ort
 
@@ -152,7 +152,7 @@ def open_htp() -> Htp:
     device = min(devices, key=lambda d: d.device.type != is_npu)
     return Htp(
         version=version,
-        is_emulated=_is_emulating(),
+        is_emulated=is_emulating(),
         device=device,
         backend_path=onnxruntime_qnn.get_qnn_htp_path(),
     )
@@ -202,7 +202,8 @@ def _missing_driver() -> str:
     return f"this kernel lacks the vendor's driver, which provides {devices[0]}"
 
 
-def _is_emulating() -> bool:
+def is_emulating() -> bool:
+    """Return True if the library emulates NPUs on this machine."""
     return platform.machine().lower() in EMULATING_MACHINES
 
 

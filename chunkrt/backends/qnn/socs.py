@@ -9,6 +9,7 @@ from public sources and are not checked.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from chunkrt.errors import ConfigError, unknown_name
@@ -97,15 +98,24 @@ SOCS = {
             htp_arch=73,
             typical_ram_bytes=16 * GB,
         ),
+        Soc(
+            name="SA8255",
+            products=(),
+            marks=("SA8255P", "SA8775", "SA8775P"),
+            soc_model=52,
+            htp_arch=73,
+            typical_ram_bytes=16 * GB,
+        ),
     )
 }
 
-WITHOUT_FLOAT16 = {"SM8350": "888", "SM8635": "8s Gen 3", "SM8735": "8s Gen 4", "QCS6490": ""}
+WITHOUT_FLOAT16 = {"SM8350": "888", "SM7675": "7+ Gen 3", "SM8635": "8s Gen 3", "SM8735": "8s Gen 4", "QCS6490": ""}
 """Product names, by name, of SoCs whose NPU does not support float16, which values between linears need."""
 
 
 def find_soc(name: str) -> Soc:
-    """Find an SoC by its name or a product's name, ignoring case: "SM8650", "8gen3", "sd8gen3", "Snapdragon 8 Gen 3".
+    """Find an SoC by its name, a product's name or the name on the chip, ignoring case: "SM8650", "8gen3", "sd8gen3",
+    "Snapdragon 8 Gen 3", "X1E80100".
 
     Raises:
         ConfigError: no SoC has that name (the message suggests the nearest name and lists all names), or the SoC's NPU
@@ -113,6 +123,9 @@ def find_soc(name: str) -> Soc:
     """
     known = {_plain(alias): soc for soc in SOCS.values() for alias in (soc.name, *soc.products, *soc.marks)}
     if soc := known.get(_plain(name)):
+        return soc
+    chip = re.match(r"(x\d[ep]|x126)\d+$", _plain(name))  # X1E80100: a mark, and the model's number
+    if chip and (soc := known.get(chip[1])):
         return soc
     for other, product in WITHOUT_FLOAT16.items():
         if _plain(name) in {_plain(other), _plain(product)} - {""}:

@@ -9,12 +9,13 @@ that is evicted while another thread copies it stays in memory until the copy is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from chunkrt.backends.fallback import NpuHealth
 from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, PrefixTree, Root, TreeNode, evict
 from chunkrt.runtime.prefix import Prefix, StateForms
 from chunkrt.runtime.state import State
@@ -49,8 +50,8 @@ class PrefixCache:
         chunk_length: the engine's chunk length.
         limit: maximum number of bytes in memory.
         store: storage outside this process, or None.
-        is_lost: returns True if the NPU has failed. Results of the NPU are not used afterwards, because the CPU would
-            compute other values.
+        npu_health: state of the NPU. While the CPU computes in its place, results of the NPU are not used, because the
+            CPU would compute other values.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PrefixCache:
         limit: int,
         *,
         store: DiskStore | None = None,
-        is_lost: Callable[[], bool] = bool,
+        npu_health: NpuHealth | None = None,
     ) -> None:
         self.exactness = exactness
         self.chunk_length = chunk_length
@@ -68,7 +69,7 @@ class PrefixCache:
         self.num_cached = 0
         """Number of tokens that the cache has supplied to sessions."""
         self._store = store
-        self._is_lost = is_lost
+        self._npu_health = npu_health
         self._trees: dict[Root, PrefixTree] = {}
         """Trees that are not empty, by the common properties of their prefixes."""
         self._lock = Lock()
@@ -76,6 +77,11 @@ class PrefixCache:
         """Lock of the thread that adds nodes, so the limit also holds while pieces are copied."""
         self._clock = count(1)
         self._is_closed = False
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Number of runs so far that the CPU computed in place of the NPU."""
+        return 0 if self._npu_health is None else self._npu_health.num_fallbacks
 
     @property
     def num_bytes(self) -> int:
@@ -189,7 +195,7 @@ class PrefixCache:
                     return
 
     def _is_off(self) -> bool:
-        return self._is_closed or self._is_lost()
+        return self._is_closed or (self._npu_health is not None and self._npu_health.is_lost)
 
     def _tree(self, root: Root, forms: StateForms) -> PrefixTree:
         """Return the tree of a root. If no such tree exists, return an empty tree that is not part of the cache yet."""
@@ -215,6 +221,8 @@ class Reuse:
     def __init__(self, cache: PrefixCache | None, salt: str = "") -> None:
         self._cache, self._salt = cache, salt
         self._num_exact = 0
+        self._num_fallbacks = 0
+        """Number of fallbacks at the beginning of the last run."""
         self._num_kept = 0
         """Number of tokens that were offered to the cache."""
 
@@ -249,10 +257,14 @@ class Reuse:
         """Record the beginning of a run. The state is no longer exact after this position."""
         self._num_exact = min(self._num_exact, position)
         self._num_kept = min(self._num_kept, position)
+        if self._cache is not None:
+            self._num_fallbacks = self._cache.num_fallbacks
 
     def after_run(self, position: int, num_tokens: int) -> None:
         """Record the end of a run of `num_tokens` tokens."""
         if self._cache is None or position > self._num_exact or not self._goes_on_from(position):
+            return
+        if self._cache.num_fallbacks != self._num_fallbacks:  # some results may be those of the CPU
             return
         exactness = self._cache.exactness
         if num_tokens > 1 or not exactness.tokens_differ:

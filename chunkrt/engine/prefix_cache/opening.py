@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from chunkrt.backends.coverage import QNN
+from chunkrt.backends.fallback import NpuHealth
 from chunkrt.backends.native.cpu import selected_kernels
 from chunkrt.backends.registry import NATIVE
 from chunkrt.checkpoints import catalogue
@@ -40,7 +40,7 @@ def own_folder() -> Path:
 
 
 def open_cache(
-    engine: LoadedModel, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
+    engine: LoadedModel, exactness: Exactness, *, has_ranks: bool, npu_health: NpuHealth | None
 ) -> PrefixCache | None:
     """Open the prefix cache that an engine's options request. Return None if it is off.
 
@@ -66,7 +66,7 @@ def open_cache(
             )
         store = DiskStore(CacheFolder(folder, options.prefix_cache_disk or DISK_BYTES), _owner(engine, exactness))
     limit = options.prefix_cache_memory or default_bytes()
-    return PrefixCache(exactness, engine.chunk_length, limit, store=store, is_lost=is_npu_lost)
+    return PrefixCache(exactness, engine.chunk_length, limit, store=store, npu_health=npu_health)
 
 
 def _owner(engine: LoadedModel, exactness: Exactness) -> Owner:

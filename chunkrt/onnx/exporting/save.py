@@ -13,15 +13,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from chunkrt.backends.onnx.scheme_models import DATA_SUFFIX
 from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.files import check_writable, remove, written_aside
 from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting.export_settings import DynamicSettings
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
-
-DATA_SUFFIX = ".data"
-"""Suffix of a model's name for the file of its weights."""
 
 LARGEST_FILE = 2**31 - 2**24
 """Largest number of bytes of weights in one ONNX file: protobuf's limit is 2 GiB, which includes the graph."""
