@@ -156,7 +156,7 @@ $(VENV)/.wheel: $(VENV)/.build $(PACKAGE_SOURCES)
 	@touch $@
 
 $(VENV)/.dependencies: $(VENV)/.build
-	$(call install_requirements,root["project"]["dependencies"])
+	$(call install_requirements,root["project"]["dependencies"] + root["project"]["optional-dependencies"]["compile"])
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies

@@ -9,6 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+COMPILE_PARTS = ("gguf", "onnx", "onnx_ir", "onnxruntime")
+"""Modules of the extra `compile`. An engine directory runs without them."""
+
+INSTALL_COMPILE = "pip install 'chunkrt[compile]'"
+
+
+def needs_compile_extra(error: ImportError) -> bool:
+    """Return whether a module of the extra `compile` is missing."""
+    return (error.name or "").partition(".")[0] in COMPILE_PARTS
+
 
 class ChunkrtError(Exception):
     """Base class of all exceptions of chunkrt.

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import click
 
+from chunkrt import __version__
 from chunkrt.cli.output import FlagFormatter, in_flags
 from chunkrt.cli.peers import INSTEAD
 from chunkrt.engine.loading import follow
-from chunkrt.errors import ChunkrtError
+from chunkrt.errors import INSTALL_COMPILE, ChunkrtError, needs_compile_extra
 from chunkrt.runtime.ranks.launch import connect, say
 
 COMMANDS = {
@@ -82,7 +83,7 @@ class CommandGroup(click.Group):
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="chunkrt")
+@click.version_option(__version__)
 def cli() -> None:
     """Run decoder language models with chunked prefill on CPU and NPU."""
 
@@ -136,6 +137,8 @@ def main() -> None:
             _report(f"cannot write to standard output: {error.strerror}", is_verbose, 1)
         _report(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", is_verbose, 1)
     except Exception as error:
+        if isinstance(error, ImportError) and needs_compile_extra(error):
+            _report(f"this command needs {error.name}, which is not installed; run {INSTALL_COMPILE}", is_verbose, 1)
         _report(f"unexpected {type(error).__name__}: {error} (run again with -v for the traceback)", is_verbose, 1)
 
 

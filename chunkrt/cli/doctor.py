@@ -14,18 +14,20 @@ import click
 
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
-from chunkrt.checkpoints import catalogue, gguf_names
+from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
-from chunkrt.errors import ChunkrtError
+from chunkrt.errors import INSTALL_COMPILE, ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
 from chunkrt.runtime import batcher, policy
 from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list
 
 PARTS = {
-    "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
-    "onnx_ir": "builds graphs when a model is compiled; pip install onnx-ir",
+    "gguf": f"reads GGUF files; {INSTALL_COMPILE}",
+    "onnx": f"reads and writes ONNX models; {INSTALL_COMPILE}",
+    "onnx_ir": f"builds graphs when a model is compiled; {INSTALL_COMPILE}",
+    "onnxruntime": f"runs the onnxrt backend; {INSTALL_COMPILE}",
     "mpi4py": "lets ranks share a decoder; pip install 'chunkrt[mpi]'",
     "huggingface_hub": "pulls catalogue entries from Hugging Face; pip install 'chunkrt[hub]'",
 }
@@ -144,7 +146,10 @@ def _part(module: str) -> Finding:
 def _plugins() -> list[Finding]:
     dispatch.registered_operators()  # raises errors of plug-ins, which are then reported
     groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS, batcher.PLUGINS]
-    groups += [gguf_names.PLUGINS]
+    if importlib.util.find_spec("gguf"):
+        from chunkrt.checkpoints import gguf_names
+
+        groups.append(gguf_names.PLUGINS)
     if importlib.util.find_spec("onnx_ir"):
         from chunkrt.graph import decoders
 

@@ -13,7 +13,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.adapter_targets import FILE as ADAPTERS
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
-from chunkrt.errors import ConfigError, ModelError, PartitionError
+from chunkrt.errors import INSTALL_COMPILE, ConfigError, ModelError, PartitionError, needs_compile_extra
 from chunkrt.files import Progress, cached_entry
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
@@ -68,9 +68,11 @@ def engine_folder(
                 try:
                     from chunkrt.compile.compiler import prepare_checkpoint, write_engine_directory
                 except ImportError as error:
+                    if not needs_compile_extra(error):
+                        raise
                     raise ConfigError(
-                        f"compiling a model needs {error.name}, which is not installed; pip install it, or give an "
-                        "engine directory"
+                        f"compiling a model needs {error.name}, which is not installed; run {INSTALL_COMPILE}, or give "
+                        "an engine directory"
                     ) from error
                 prepared = prepare_checkpoint(
                     checkpoint,

@@ -17,12 +17,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import xxhash
 
+from chunkrt import __version__
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
@@ -139,7 +139,7 @@ def write_manifest(
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT,
-        chunkrt=version("chunkrt"),
+        chunkrt=__version__,
         model=model,
         scheme=scheme,
         files=files,

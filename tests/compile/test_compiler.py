@@ -306,7 +306,7 @@ def test_key_depends_on_files_scheme_and_placement(tmp_path):
     assert len(set(folders)) == len(folders)
     assert folder() == folders[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(content, "version", lambda package: "99.0")
+        patch.setattr(content, "__version__", "99.0")
         assert folder() not in folders
     path.write_bytes(path.read_bytes() + b"\0")
     assert folder() != folders[0]

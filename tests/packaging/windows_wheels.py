@@ -121,9 +121,7 @@ def require(condition: bool, problem: str) -> None:
 
 def x86_instruction_sets(code: bytes) -> Counter[str]:
     """Count the instructions that need each feature of the processor."""
-    names = {
-        value: name for name, value in vars(iced_x86.CpuidFeature).items() if name in INSTRUCTIONS["x86_64"]
-    }
+    names = {value: name for name, value in vars(iced_x86.CpuidFeature).items() if name in INSTRUCTIONS["x86_64"]}
     found: Counter[str] = Counter()
     for instruction in iced_x86.Decoder(64, code):
         found.update(names[feature] for feature in instruction.cpuid_features() if feature in names)
