@@ -20,8 +20,9 @@ from chunkrt.cli.shared_options import verbose_option
 from chunkrt.errors import INSTALL_COMPILE, ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
-from chunkrt.runtime import batcher, policy
+from chunkrt.runtime import batcher, policy, windows_processors
 from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list
+from chunkrt.runtime.windows_processors import EMULATED
 
 PARTS = {
     "gguf": f"reads GGUF files; {INSTALL_COMPILE}",
@@ -74,16 +75,30 @@ def _machine() -> Finding:
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {available_cores()} cores, "
         f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory available"
     )
-    return Finding(what="machine", ok=True, found=found)
+    is_emulated = windows_processors.is_emulated_on_arm()
+    return Finding(what="machine", ok=not is_emulated, found=found, advice=EMULATED if is_emulated else "")
 
 
 def _big_cores() -> Finding:
     if not hasattr(os, "sched_getaffinity"):
-        return Finding(what="big cores", ok=False, found=f"not known: {platform.system()} has no affinity")
+        return _efficiency_classes()
     allowed, big = os.sched_getaffinity(0), big_cores()
     found = f"CPUs {cpu_list(big)} of {cpu_list(allowed)}" if big != allowed else f"all CPUs alike, {cpu_list(big)}"
     advice = "--affinity big uses only these" if big != allowed else ""
     return Finding(what="big cores", ok=True, found=found, advice=advice)
+
+
+def _efficiency_classes() -> Finding:
+    classes = windows_processors.efficiency_classes()
+    if not classes:
+        return Finding(what="big cores", ok=False, found=f"not known: {platform.system()} does not report them")
+    big = {cpu for cpu, efficiency in classes.items() if efficiency == max(classes.values())}
+    if len(big) == len(classes):
+        return Finding(what="big cores", ok=True, found=f"all CPUs alike, {cpu_list(big)}")
+    advice = f"--affinity is not supported on {platform.system()}, whose scheduler prefers these for busy threads"
+    return Finding(
+        what="big cores", ok=True, found=f"CPUs {cpu_list(big)} of {cpu_list(classes.keys())}", advice=advice
+    )
 
 
 _ATTENTION = {"float32": "attend_f32_f32_cache", "bfloat16": "attend_f32_bf16_cache"}

@@ -118,10 +118,14 @@ def windows_path(path: Path) -> str:
 
 def run_in_wine(wine: str, *command: str, check: bool = True) -> int:
     """Run a program of Windows, and print its output. Python starts in Wine only if its files are pipes."""
-    environment = os.environ | SERVER_TOO | {
-        "PYTHONPATH": windows_path(Path(__file__).parent),
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+    environment = (
+        os.environ
+        | SERVER_TOO
+        | {
+            "PYTHONPATH": windows_path(Path(__file__).parent),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+    )
     print(shlex.join(command), flush=True)
     process = subprocess.Popen(
         [wine, *command],
