@@ -125,7 +125,7 @@ def test_written_aside_does_not_replace_a_folder_with_files(tmp_path):
 
 
 def test_written_aside_replaces_a_mapped_file(tmp_path):
-    """The mapping keeps its contents. Windows cannot replace the file, but the next attempt removes what is left."""
+    """The mapping keeps its contents. Windows cannot replace the file, but the next attempt removes the renamed one."""
     path = tmp_path / "block[1]"
     path.write_bytes(b"1" * 5000)
     mapped = map_read_only(path)

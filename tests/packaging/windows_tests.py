@@ -48,8 +48,8 @@ def main() -> None:
 
 @contextmanager
 def wine_server(wine: str, server: str) -> Iterator[None]:
-    """Keep one server for all processes. A server that a process starts would inherit the process's pipes, and whoever
-    waits for their end would wait forever.
+    """Keep one server for all processes. A server that a process starts would inherit the process's pipes, and a reader
+    of these pipes would wait for their end forever.
     """
     environment = os.environ | SERVER_TOO
     PREFIX.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""pytest plug-in of `make test-windows`: tests that Wine cannot run, with the reason. Nothing else is skipped."""
+"""pytest plug-in of `make test-windows`: tests that Wine cannot run, with their reasons."""
 
 from fnmatch import fnmatch
 
