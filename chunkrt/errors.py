@@ -6,6 +6,8 @@ the message as one line; `-v` adds the traceback and the chained cause.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -18,6 +20,21 @@ INSTALL_COMPILE = "pip install 'chunkrt[compile]'"
 def needs_compile_extra(error: ImportError) -> bool:
     """Return whether a module of the extra `compile` is missing."""
     return (error.name or "").partition(".")[0] in COMPILE_PARTS
+
+
+_FILE_IN_USE = (32, 33, 1224)  # ERROR_SHARING_VIOLATION, ERROR_LOCK_VIOLATION, ERROR_USER_MAPPED_FILE of winerror.h
+
+
+def cause_of(error: Exception) -> str:
+    """Return the text of an error. Errors of the system have the same words on Windows as elsewhere."""
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    code: int | None = getattr(error, "winerror", None)
+    if code in _FILE_IN_USE:
+        return "a program uses the file; close it first"
+    if code and error.errno not in (None, errno.EINVAL):  # EINVAL represents all errors without a counterpart
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 class ChunkrtError(Exception):

@@ -23,7 +23,7 @@ from chunkrt import __version__
 from chunkrt.cli.output import FlagFormatter, in_flags
 from chunkrt.cli.peers import INSTEAD
 from chunkrt.engine.loading import follow
-from chunkrt.errors import INSTALL_COMPILE, ChunkrtError, needs_compile_extra
+from chunkrt.errors import INSTALL_COMPILE, ChunkrtError, cause_of, needs_compile_extra
 from chunkrt.runtime.ranks.launch import connect, say
 
 COMMANDS = {
@@ -134,8 +134,8 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno in _OUTPUT_IS_LOST:
             _give_up_output()
-            _report(f"cannot write to standard output: {error.strerror}", is_verbose, 1)
-        _report(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", is_verbose, 1)
+            _report(f"cannot write to standard output: {cause_of(error)}", is_verbose, 1)
+        _report(f"{cause_of(error)}{f': {error.filename}' if error.filename else ''}", is_verbose, 1)
     except Exception as error:
         if isinstance(error, ImportError) and needs_compile_extra(error):
             _report(f"this command needs {error.name}, which is not installed; run {INSTALL_COMPILE}", is_verbose, 1)

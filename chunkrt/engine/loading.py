@@ -17,7 +17,7 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.loaded import LoadedModel
 from chunkrt.engine.options import DECLARED, EngineOptions, LoadOptions
 from chunkrt.engine.resolve import engine_folder
-from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
+from chunkrt.errors import ConfigError, OutOfMemoryError, cause_of, unknown_name
 from chunkrt.files import Progress, no_progress
 from chunkrt.progress import find_progress
 from chunkrt.runtime import windows_processors
@@ -75,7 +75,7 @@ def load(
         ) from error
     except OSError as error:  # errors of files that `load` reads or writes: digests, caches, folders
         where = f" {error.filename}" if error.filename else ""
-        raise ConfigError(f"cannot load {model!s:.200}:{where}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot load {model!s:.200}:{where}: {cause_of(error)}") from error
 
 
 def _load(model: str, tell: Progress, communicator: Communicator | None, options: LoadOptions) -> Engine:

@@ -13,7 +13,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.adapter_targets import FILE as ADAPTERS
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
-from chunkrt.errors import INSTALL_COMPILE, ConfigError, ModelError, PartitionError, needs_compile_extra
+from chunkrt.errors import INSTALL_COMPILE, ConfigError, ModelError, PartitionError, cause_of, needs_compile_extra
 from chunkrt.files import Progress, cached_entry
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
@@ -89,7 +89,7 @@ def engine_folder(
                     check(prepared.planned.plan, prepared.scheme, options)
                 write_engine_directory(prepared, folder, progress)
     except OSError as error:
-        raise ModelError(f"cannot write {cache}: {error.strerror or error}; set CHUNKRT_HOME to move it") from error
+        raise ModelError(f"cannot write {cache}: {cause_of(error)}; set CHUNKRT_HOME to move it") from error
     return folder
 
 

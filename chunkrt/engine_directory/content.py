@@ -21,7 +21,7 @@ from chunkrt import __version__
 from chunkrt.checkpoints.adapters import adapter_files
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.checkpoints.checkpoint import checkpoint_files, open_checkpoint
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 from chunkrt.files import check_regular, read_json, written_aside
 from chunkrt.plugins import code_behind, entry_points
 
@@ -74,7 +74,7 @@ def file_digest(path: Path) -> str:
     try:
         return _file_digest(path)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 def _file_digest(path: Path) -> str:

@@ -25,7 +25,7 @@ import xxhash
 from chunkrt import __version__
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_of
 from chunkrt.files import check_keys, check_regular, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
@@ -109,7 +109,7 @@ def cached_folder(
     try:
         grids = fingerprint(calibration)[1] if calibration else ""
     except OSError as error:
-        raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the calibration {calibration}: {cause_of(error)}") from error
     key = cache_key(
         checkpoint,
         format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT, TEXT_FORMAT),
@@ -213,7 +213,7 @@ def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> No
         is_small = size <= HASHED_WHEN_READ
         is_whole = expected is not None and size == expected[0] and (not is_small or fingerprint(path) == expected)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
+        raise ModelError(f"{path} cannot be read ({cause_of(error)}); compile the model again") from error
     if not is_whole:
         raise ModelError(f"{path} has changed since the model was compiled; compile it again")
 

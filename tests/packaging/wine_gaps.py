@@ -4,7 +4,15 @@ from fnmatch import fnmatch
 
 import pytest
 
-GAPS: dict[str, str] = {}
+LINKS = "symbolic links are not made, although the function succeeds"
+GAPS = {
+    "tests/checkpoints/test_hub.py::test_cached_model_is_found_without_network_and_client": LINKS,
+    "tests/checkpoints/test_hub.py::test_incomplete_model_is_not_found": LINKS,
+    "tests/checkpoints/test_hub.py::test_folder_of_one_gguf_file_is_that_file": LINKS,
+    "tests/checkpoints/test_hub.py::test_only_the_requested_quantisation_is_fetched": LINKS,
+    "tests/checkpoints/test_hub.py::test_safetensors_repository_is_fetched_without_unread_files": LINKS,
+    "tests/tokenizer/test_damaged_vocabularies.py::test_a_*link_to_a_missing_file_is_an_error*": LINKS,
+}
 """Reasons by a pattern of the test's name, such as tests/cli/test_serve.py::test_*."""
 
 

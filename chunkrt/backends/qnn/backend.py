@@ -18,7 +18,7 @@ from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import CompileError, DeviceLostError
+from chunkrt.errors import CompileError, DeviceLostError, cause_of
 from chunkrt.graph.plan import Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import Scheme
 
@@ -133,7 +133,7 @@ class QnnBackend:
             return self._contexts.make(key, write)
         except OSError as error:
             raise CompileError(
-                f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
+                f"cannot write the context of {subgraph.name} to {self._contexts.path}: {cause_of(error)}; set "
                 "CHUNKRT_HOME to move it"
             ) from error
         except Exception as error:  # an exception of ONNX Runtime
