@@ -95,9 +95,9 @@ def main() -> None:
     if sys.stdout is None:
         say("chunkrt: standard output is closed; redirect it to the null device to discard it")
         sys.exit(1)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of answers
+            stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of prompts and answers
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     handler = logging.StreamHandler()
     handler.setFormatter(FlagFormatter("%(name)s: %(message)s"))

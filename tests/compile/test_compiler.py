@@ -374,7 +374,7 @@ def of_another_model(path):
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty])
 def test_modified_file_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
-    with pytest.raises(ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"):
+    with pytest.raises(ModelError, match=rf"^\S+[/\\]{name} has changed since the model was compiled; compile it"):
         logits(engine_folder)
 
 
