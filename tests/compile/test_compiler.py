@@ -120,7 +120,7 @@ def test_full_disk_prints_one_line_and_leaves_no_files(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(WeightWriter, "write", full)
-    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+/engine: the disk is full[^\n]*$"):
+    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+[/\\]engine: the disk is full[^\n]*$"):
         compile_into(tmp_path / "engine")
     assert not any(tmp_path.iterdir())
 
@@ -215,7 +215,10 @@ def test_damaged_engine_in_the_cache_is_recompiled(tmp_path, monkeypatch, caplog
 def test_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "file" / "home"))
-    with pytest.raises(ModelError, match=r"^cannot write \S+/engines: Not a directory; set CHUNKRT_HOME to move it$"):
+    with pytest.raises(
+        ModelError,
+        match=r"^cannot write \S+[/\\]engines: (Not a|No such file or) directory; set CHUNKRT_HOME to move it$",
+    ):
         logits(CHECKPOINT)
 
 
