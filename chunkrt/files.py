@@ -80,7 +80,7 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
 
     The lock file is next to the folder. Arguments and errors are those of `locked`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder.parent)
     with locked(folder.with_name(f".{folder.name}.lock"), doing):
         for leftover in list(folder.glob(".*")):
             remove(leftover)
@@ -133,7 +133,7 @@ def written_aside(path: Path) -> Iterator[Path]:
         OSError: the parent folder cannot be created, or the entry cannot be renamed.
     """
     aside, lock = (path.parent / f".{path.name}{suffix}" for suffix in (".part", ".lock"))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     with locked(lock, f"writing {path}"):
         remove(aside)
         for left in path.parent.glob(f".{escape(path.name)}.old-*"):
@@ -150,6 +150,16 @@ def written_aside(path: Path) -> Iterator[Path]:
             remove(
                 lock
             )  # removed while it is locked: a waiting process detects the removal, and creates a new lock file
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents, if they do not exist. Raise NotADirectoryError if one of them is a file, for
+    which Windows says that it exists.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
 def _replace(aside: Path, path: Path) -> None:
@@ -230,6 +240,7 @@ def _open_shared(path: Path) -> BinaryIO:
     import ctypes
     import msvcrt
 
+    sys.audit("open", str(path), "rb", 0)  # as `open` does
     read, share, open_existing = 0x80000000, 1 | 2 | 4, 3  # GENERIC_READ; FILE_SHARE_READ, _WRITE and _DELETE
     create = ctypes.WinDLL("kernel32", use_last_error=True).CreateFileW
     create.restype = ctypes.c_void_p

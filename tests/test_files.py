@@ -107,6 +107,13 @@ with written_aside(Path(sys.argv[1])) as aside:
 """
 
 
+@pytest.mark.parametrize("path", ["file/entry", "file/folder/entry"])
+def test_written_aside_below_a_file_says_that_it_is_no_folder(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="Not a directory"), written_aside(tmp_path / path):
+        pass
+
+
 def test_written_aside_replaces_an_empty_folder(tmp_path):
     (tmp_path / "engine").mkdir()
     with written_aside(tmp_path / "engine") as aside:

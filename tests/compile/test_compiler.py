@@ -215,10 +215,7 @@ def test_damaged_engine_in_the_cache_is_recompiled(tmp_path, monkeypatch, caplog
 def test_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "file" / "home"))
-    with pytest.raises(
-        ModelError,
-        match=r"^cannot write \S+[/\\]engines: (Not a|No such file or) directory; set CHUNKRT_HOME to move it$",
-    ):
+    with pytest.raises(ModelError, match=r"^cannot write \S+engines: Not a directory; set CHUNKRT_HOME to move it$"):
         logits(CHECKPOINT)
 
 
