@@ -26,7 +26,15 @@ TAG = "311"
 PREFIX, PYTHON = PLACE / "prefix", PLACE / "wine-python"
 EXTRAS = ("compile", "test", "qnn", "plot", "serve", "structured")
 PINNED = ("numpy==2.1.3", "pytest-timeout>=2.3")  # later releases of NumPy need functions that Wine 8 lacks
-SHORT = ("tests/tokenizer", "tests/quant", "tests/engine_directory", "tests/test_files.py", "tests/cli/test_cache.py")
+SHORT = (
+    "tests/tokenizer",
+    "tests/quant",
+    "tests/engine_directory",
+    "tests/runtime/test_windows_processors.py",
+    "tests/cli/test_encodings.py",
+    "tests/test_errors.py",
+    "tests/test_files.py",
+)
 SECONDS_PER_TEST = 300
 SERVER_TOO = {"WINEPREFIX": str(PREFIX), "WINEDEBUG": "-all", "WINEARCH": "win64", "DISPLAY": ""}
 
