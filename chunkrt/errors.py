@@ -37,6 +37,12 @@ def cause_of(error: Exception) -> str:
     return error.strerror or str(error)
 
 
+def cause_in_file(error: Exception) -> str:
+    """Return `cause_of` an error, after the name of the file if the system reports one."""
+    name = getattr(error, "filename", None)
+    return f"{os.path.basename(name)}: {cause_of(error)}" if isinstance(name, str) else cause_of(error)  # noqa: PTH119
+
+
 class ChunkrtError(Exception):
     """Base class of all exceptions of chunkrt.
 

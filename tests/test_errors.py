@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from chunkrt.errors import cause_of
+from chunkrt.errors import cause_in_file, cause_of
 
 
 def windows_error(number: int, code: int) -> OSError:
@@ -32,3 +32,10 @@ def test_cause_of_an_error_without_counterpart_is_the_text_of_the_system():
 def test_cause_of_other_errors_is_their_text():
     assert cause_of(OSError(errno.ENOENT, "it is gone")) == "it is gone"
     assert cause_of(OSError("no number")) == "no number"
+
+
+def test_cause_in_file_names_the_file(tmp_path):
+    with pytest.raises(OSError) as raised:  # noqa: PT011, its text is the system's
+        (tmp_path / "text.json").read_text()
+    assert cause_in_file(raised.value) == f"text.json: {os.strerror(errno.ENOENT)}"
+    assert cause_in_file(ValueError("no file")) == "no file"

@@ -94,4 +94,4 @@ def read_targets(folder: Path) -> AdapterTargets:
     try:
         return msgspec.convert(read_json(folder / FILE), AdapterTargets)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{folder / FILE} cannot be read ({error}); compile the model again") from error
+        raise ModelError(f"{folder / FILE} cannot be read ({cause_of(error)}); compile the model again") from error

@@ -25,7 +25,7 @@ import xxhash
 from chunkrt import __version__
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import ConfigError, ModelError, cause_of
+from chunkrt.errors import ConfigError, ModelError, cause_in_file, cause_of
 from chunkrt.files import check_keys, check_regular, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
@@ -195,7 +195,9 @@ def read_manifest(folder: Path) -> Manifest:
         if not _is_sound(manifest):
             raise ValueError("it contains values of the wrong type")
     except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
-        raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
+        raise ModelError(
+            f"{folder} is not an engine directory ({cause_in_file(error)}); compile the model again"
+        ) from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))
     return manifest
@@ -223,7 +225,7 @@ def read_plan(folder: Path) -> Plan:
     try:
         text = read_text(folder / PLAN)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{folder / PLAN} cannot be read ({error}); compile the model again") from error
+        raise ModelError(f"{folder / PLAN} cannot be read ({cause_of(error)}); compile the model again") from error
     return Plan.from_json(text)
 
 

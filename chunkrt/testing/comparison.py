@@ -119,7 +119,7 @@ class Expected:
             return cls(token_ids=arrays["token_ids"], logits=arrays["logits"], modules=modules)
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
             raise ConfigError(
-                f"cannot read expected values from {path}: {error}; write it with make_expected"
+                f"cannot read expected values from {path}: {cause_of(error)}; write it with make_expected"
             ) from error
 
 

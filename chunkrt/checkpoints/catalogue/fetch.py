@@ -153,7 +153,7 @@ def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Received) ->
             return True
         raise UnreachableError(f"{url} answers {error.code} {error.reason}") from error
     except (OSError, HTTPException) as error:
-        raise UnreachableError(f"cannot reach {url}: {error}") from error
+        raise UnreachableError(f"cannot reach {url}: {cause_of(error)}") from error
     with response:
         if response.status != PARTIAL_CONTENT:
             file.truncate(0)
