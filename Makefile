@@ -41,7 +41,8 @@ define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
-.PHONY: help run test test-cpp test-python test-slow test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
+.PHONY: help run test test-cpp test-python test-slow test-all tests-ready lint docs parity wheels wheel-windows test-windows \
+  test-windows-short test-arm test-arm-package test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -87,6 +88,15 @@ parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with H
 wheels: $(VENV)/.wheel $(VENV)/.wheels ## build a wheel for machines without a compiler in dist/, install it and run a model with it
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tests/packaging/install_wheel.py "$$(ls -t dist/*.whl | head -n 1)"
+
+wheel-windows: $(VENV)/.windows ## cross-build wheels for Windows on x86-64 and Arm in dist/, and inspect them
+	$(BIN)/python tests/packaging/windows_wheels.py
+
+test-windows: $(VENV)/.windows ## run the C++ and Python tests of the x86-64 wheel for Windows in Wine
+	$(BIN)/python tests/packaging/windows_tests.py $(TESTS)
+
+test-windows-short: $(VENV)/.windows ## run a part of them, in a few minutes
+	$(BIN)/python tests/packaging/windows_tests.py --short
 
 test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || { \
@@ -156,7 +166,7 @@ $(VENV)/.wheel: $(VENV)/.build $(PACKAGE_SOURCES)
 	@touch $@
 
 $(VENV)/.dependencies: $(VENV)/.build
-	$(call install_requirements,root["project"]["dependencies"])
+	$(call install_requirements,root["project"]["dependencies"] + root["project"]["optional-dependencies"]["compile"])
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.wheel $(VENV)/.dependencies
@@ -172,7 +182,7 @@ $(VENV)/.compiled: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/pytest --collect-only --quiet >/dev/null || true
 	@touch $@
 
-$(VENV)/.wheels $(VENV)/.docs: $(VENV)/.%: $(VENV)/.build
+$(VENV)/.wheels $(VENV)/.windows $(VENV)/.docs: $(VENV)/.%: $(VENV)/.build
 	$(call install_extras,$*)
 	@touch $@
 

@@ -6,8 +6,41 @@ the message as one line; `-v` adds the traceback and the chained cause.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+COMPILE_PARTS = ("gguf", "onnx", "onnx_ir", "onnxruntime")
+"""Modules of the extra `compile`. An engine directory runs without them."""
+
+INSTALL_COMPILE = "pip install 'chunkrt[compile]'"
+
+
+def needs_compile_extra(error: ImportError) -> bool:
+    """Return whether a module of the extra `compile` is missing."""
+    return (error.name or "").partition(".")[0] in COMPILE_PARTS
+
+
+_FILE_IN_USE = (32, 33, 1224)  # ERROR_SHARING_VIOLATION, ERROR_LOCK_VIOLATION, ERROR_USER_MAPPED_FILE of winerror.h
+
+
+def cause_of(error: Exception) -> str:
+    """Return the text of an error. Errors of the system have the same words on Windows as elsewhere."""
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    code: int | None = getattr(error, "winerror", None)
+    if code in _FILE_IN_USE:
+        return "a program uses the file; close it first"
+    if code and error.errno not in (None, errno.EINVAL):  # EINVAL represents all errors without a counterpart
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
+
+
+def cause_in_file(error: Exception) -> str:
+    """Return `cause_of` an error, after the name of the file if the system reports one."""
+    name = getattr(error, "filename", None)
+    return f"{os.path.basename(name)}: {cause_of(error)}" if isinstance(name, str) else cause_of(error)  # noqa: PTH119
 
 
 class ChunkrtError(Exception):

@@ -16,13 +16,16 @@ import mmap
 import os
 import shutil
 import stat
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
+from glob import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
+from uuid import uuid4
 from zipfile import ZipFile
 
 from filelock import FileLock, Timeout
@@ -77,7 +80,7 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
 
     The lock file is next to the folder. Arguments and errors are those of `locked`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder.parent)
     with locked(folder.with_name(f".{folder.name}.lock"), doing):
         for leftover in list(folder.glob(".*")):
             remove(leftover)
@@ -130,21 +133,51 @@ def written_aside(path: Path) -> Iterator[Path]:
         OSError: the parent folder cannot be created, or the entry cannot be renamed.
     """
     aside, lock = (path.parent / f".{path.name}{suffix}" for suffix in (".part", ".lock"))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     with locked(lock, f"writing {path}"):
         remove(aside)
+        for left in path.parent.glob(f".{escape(path.name)}.old-*"):
+            remove(left)
         try:
             yield aside
             for file in (aside, *aside.rglob("*")):
                 if file.is_file():
                     with file.open("rb+") as written:
                         os.fsync(written.fileno())
-            aside.replace(path)
+            _replace(aside, path)
         finally:
             remove(aside)
             remove(
                 lock
             )  # removed while it is locked: a waiting process detects the removal, and creates a new lock file
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents, if they do not exist. Raise NotADirectoryError if one of them is a file, for
+    which Windows says that it exists.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
+
+
+def _replace(aside: Path, path: Path) -> None:
+    """Rename `aside` to `path` as Linux does: an empty folder is replaced, and a mapped file too.
+
+    Windows does not replace a folder or a mapped file. It renames a mapped file, which the next writer removes.
+    """
+    if sys.platform == "win32" and aside.is_dir() and path.is_dir():
+        path.rmdir()
+    try:
+        aside.replace(path)
+    except PermissionError:
+        if sys.platform != "win32" or not path.is_file():
+            raise
+        old = path.with_name(f".{path.name}.old-{uuid4().hex[:8]}")
+        path.replace(old)
+        aside.replace(path)
+        remove(old)
 
 
 def check_writable(path: Path) -> None:
@@ -188,7 +221,7 @@ def map_read_only(path: Path) -> mmap.mmap:
         OutOfMemoryError: the address space or memory is not sufficient.
     """
     check_regular(path)
-    with path.open("rb") as file:
+    with _open_shared(path) as file:
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -198,6 +231,24 @@ def map_read_only(path: Path) -> mmap.mmap:
                 f"there is too little memory to map {path}, which takes {path.stat().st_size / 1e6:.0f} MB; close "
                 "other programs, raise the limit of this one (ulimit -v), or choose a smaller model"
             ) from error
+
+
+def _open_shared(path: Path) -> BinaryIO:
+    """Open a file for reading. Other programs may rename it in the meantime, on Windows too."""
+    if sys.platform != "win32":
+        return path.open("rb")
+    import ctypes
+    import msvcrt
+
+    sys.audit("open", str(path), "rb", 0)  # as `open` does
+    read, share, open_existing = 0x80000000, 1 | 2 | 4, 3  # GENERIC_READ; FILE_SHARE_READ, _WRITE and _DELETE
+    create = ctypes.WinDLL("kernel32", use_last_error=True).CreateFileW
+    create.restype = ctypes.c_void_p
+    handle = create(str(path), read, share, None, open_existing, 0, None)
+    if handle == ctypes.c_void_p(-1).value:
+        code = ctypes.get_last_error()
+        raise OSError(0, ctypes.FormatError(code).strip(), str(path), code)
+    return os.fdopen(msvcrt.open_osfhandle(handle, os.O_RDONLY | os.O_BINARY), "rb")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

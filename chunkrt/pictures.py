@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import written_aside
 
 FORMATS = (".png", ".svg")
@@ -193,4 +193,4 @@ def save_picture(figure: Any, path: Path) -> None:
             metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
             figure.savefig(aside, format=path.suffix[1:].lower(), dpi=100, metadata=metadata)
     except OSError as error:
-        raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot draw {path}: {cause_of(error)}") from error

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from chunkrt import files
 from chunkrt.checkpoints.checkpoint import map_file
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import OutOfMemoryError
-from chunkrt.files import cached_entry, written_aside
+from chunkrt.files import cached_entry, map_read_only, written_aside
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.runtime.state import State
@@ -106,6 +105,46 @@ with written_aside(Path(sys.argv[1])) as aside:
     (aside / "weights").write_text("half")
     os.kill(os.getpid(), int(sys.argv[2]))
 """
+
+
+@pytest.mark.parametrize("path", ["file/entry", "file/folder/entry"])
+def test_written_aside_below_a_file_says_that_it_is_no_folder(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="Not a directory"), written_aside(tmp_path / path):
+        pass
+
+
+def test_written_aside_replaces_an_empty_folder(tmp_path):
+    (tmp_path / "engine").mkdir()
+    with written_aside(tmp_path / "engine") as aside:
+        aside.mkdir()
+        (aside / "file").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+    assert (tmp_path / "engine" / "file").read_text() == "new"
+
+
+def test_written_aside_does_not_replace_a_folder_with_files(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "file").write_text("old")
+    with pytest.raises(OSError), written_aside(tmp_path / "engine") as aside:  # noqa: PT011, its text is the system's
+        aside.mkdir()
+    assert (tmp_path / "engine" / "file").read_text() == "old"
+
+
+def test_written_aside_replaces_a_mapped_file(tmp_path):
+    """The mapping keeps its contents. Windows cannot replace the file, but the next attempt removes the renamed one."""
+    path = tmp_path / "block[1]"
+    path.write_bytes(b"1" * 5000)
+    mapped = map_read_only(path)
+    for text in (b"2", b"3"):
+        with written_aside(path) as aside:
+            aside.write_bytes(text)
+        assert path.read_bytes() == text
+        assert mapped[:] == b"1" * 5000
+    mapped.close()
+    with written_aside(path) as aside:
+        aside.write_bytes(b"4")
+    assert [path.name for path in tmp_path.iterdir()] == ["block[1]"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end no process by themselves on Windows")
@@ -254,7 +293,8 @@ def test_bytes_below_counts_regular_files_and_ignores_removed_folders(tmp_path, 
 
     def vanish(path):
         if path == str(tmp_path / "a"):  # removed after it was listed
-            shutil.rmtree(path)
+            (tmp_path / "a" / "one").unlink()
+            (tmp_path / "a").rmdir()
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", vanish)

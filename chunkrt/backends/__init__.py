@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkrt.backends.base import AttentionMath, Backend, Executable, Support
-from chunkrt.errors import BackendUnavailableError, ChunkrtError, unknown_name
+from chunkrt.errors import INSTALL_COMPILE, BackendUnavailableError, ChunkrtError, needs_compile_extra, unknown_name
 from chunkrt.plugins import Plugin, PluginGroup
 
 __all__ = ["BACKENDS", "PLUGINS", "Backend", "Executable", "Support", "make_backend"]
@@ -45,8 +45,14 @@ def make_backend(name: str, *, threads: int, attention_math: AttentionMath = "fl
             ) from error
         return NativeBackend(threads, attention_math)
     if name == "onnxrt":
-        from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
-
+        try:
+            from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
+        except ImportError as error:
+            if not needs_compile_extra(error):
+                raise
+            raise BackendUnavailableError(
+                f"the onnxrt backend needs {error.name}, which is not installed; run {INSTALL_COMPILE}"
+            ) from error
         return OnnxRuntimeBackend()
     if name == "reference":
         from chunkrt.backends.reference import ReferenceBackend

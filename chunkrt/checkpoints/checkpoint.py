@@ -15,7 +15,7 @@ from pathlib import Path
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.source import Refuse, TensorSource, strictly
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 from chunkrt.files import check_regular, map_read_only
 
 MAGIC = b"GGUF"
@@ -81,7 +81,7 @@ def first_bytes(path: Path, what: str) -> bytes:
         with path.open("rb") as file:
             return file.read(len(MAGIC))
     except OSError as error:
-        raise ModelError(f"cannot read {what}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {what}: {cause_of(error)}") from error
 
 
 def is_onnx(path: Path) -> bool:
@@ -133,7 +133,7 @@ def map_file(path: Path) -> mmap.mmap:
     except ValueError as error:
         raise ModelError(f"{path} is empty (0 bytes); {how_to_fetch(path)}") from error
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 def parts_of(path: Path) -> list[Path]:

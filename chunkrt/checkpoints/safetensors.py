@@ -23,7 +23,7 @@ from chunkrt.checkpoints import older_layouts
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.checkpoint import WEIGHT_FILES, map_file
 from chunkrt.checkpoints.source import INT4, BlockTensor, QuantisedWeight, StoredTensor, TensorInfo
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError, cause_of
 from chunkrt.files import check_regular
 
 MAX_DIMENSIONS = 8
@@ -261,7 +261,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         check_regular(path)
         return _parse(path.read_bytes(), path)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import click
 
+from chunkrt import __version__
 from chunkrt.cli.output import FlagFormatter, in_flags
 from chunkrt.cli.peers import INSTEAD
 from chunkrt.engine.loading import follow
-from chunkrt.errors import ChunkrtError
+from chunkrt.errors import INSTALL_COMPILE, ChunkrtError, cause_of, needs_compile_extra
 from chunkrt.runtime.ranks.launch import connect, say
 
 COMMANDS = {
@@ -90,7 +91,7 @@ class CommandGroup(click.Group):
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="chunkrt")
+@click.version_option(__version__)
 def cli() -> None:
     """Run decoder language models with chunked prefill on CPU and NPU."""
 
@@ -102,9 +103,9 @@ def main() -> None:
     if sys.stdout is None:
         say("chunkrt: standard output is closed; redirect it to the null device to discard it")
         sys.exit(1)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of answers
+            stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of prompts and answers
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     handler = logging.StreamHandler()
     handler.setFormatter(FlagFormatter("%(name)s: %(message)s"))
@@ -141,9 +142,11 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno in _OUTPUT_IS_LOST:
             _give_up_output()
-            _report(f"cannot write to standard output: {error.strerror}", is_verbose, 1)
-        _report(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", is_verbose, 1)
+            _report(f"cannot write to standard output: {cause_of(error)}", is_verbose, 1)
+        _report(f"{cause_of(error)}{f': {error.filename}' if error.filename else ''}", is_verbose, 1)
     except Exception as error:
+        if isinstance(error, ImportError) and needs_compile_extra(error):
+            _report(f"this command needs {error.name}, which is not installed; run {INSTALL_COMPILE}", is_verbose, 1)
         _report(f"unexpected {type(error).__name__}: {error} (run again with -v for the traceback)", is_verbose, 1)
 
 

@@ -25,7 +25,7 @@ from chunkrt.cli.plots import draw_bench
 from chunkrt.cli.prompts import read_text
 from chunkrt.cli.shared_options import engine_options_but, measured, open_engine, trace_option, written_trace
 from chunkrt.engine.engine import Engine
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable, written_aside
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
@@ -274,7 +274,7 @@ def _output(output: str | None, format_name: str | None) -> tuple[str, Path | No
     try:
         check_writable(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
     return form, path
 
 

@@ -19,7 +19,7 @@ from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
 from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import own_folder
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import bytes_below, only_writer, remove
 
 KINDS = {
@@ -185,7 +185,7 @@ def _clear_one(kind: str, folder: Path | None) -> int:
     try:
         return work()
     except OSError as error:
-        raise ConfigError(f"cannot clear {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot clear {folder}: {cause_of(error)}") from error
 
 
 def _evict(unused_days: float | None, most_bytes: int | None) -> int:
@@ -197,7 +197,7 @@ def _evict(unused_days: float | None, most_bytes: int | None) -> int:
             unused_s=None if unused_days is None else unused_days * SECONDS_PER_DAY, most_bytes=most_bytes
         )
     except OSError as error:
-        raise ConfigError(f"cannot clear {contexts.path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot clear {contexts.path}: {cause_of(error)}") from error
 
 
 def _remove_all(folder: Path) -> int:

@@ -21,7 +21,7 @@ from chunkrt.compile.search import Choice, cached_choice
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable
 from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.progress import ShownProgress
@@ -182,7 +182,7 @@ def _check_writable(output: Path) -> None:
     try:
         check_writable(output)
     except OSError as error:
-        raise ConfigError(f"cannot write the calibration {output}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write the calibration {output}: {cause_of(error)}") from error
 
 
 _OF_MERGE = ("model", "further", "is_merge", "output", "as_json", "verbose")

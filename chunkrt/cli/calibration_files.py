@@ -26,7 +26,7 @@ from chunkrt.compile.calibration_tokens import (
     tokens_of_chats,
     tokens_of_text,
 )
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_regular, parse_json
 from chunkrt.graph.partition import Planned
 
@@ -75,7 +75,7 @@ class TokenFile:
             raise ConfigError(f"{self._path}: {error}") from error
 
     def _unreadable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"cannot read the {self._kind} from {self._path}: {error.strerror or error}")
+        return ConfigError(f"cannot read the {self._kind} from {self._path}: {cause_of(error)}")
 
     def _ids(self, vocab_size: int, most: int) -> list[int]:
         if cast(BufferedReader, self._file.buffer).peek(len(NPY)).startswith(NPY):

@@ -13,7 +13,7 @@ import click
 from chunkrt.cli.generation_options import SAMPLING, Answer
 from chunkrt.cli.prompts import read_messages
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import written_aside
 
 ASKS_AGAIN, LEAVES = "again", "leave"
@@ -117,7 +117,7 @@ class ChatConversation:
                 text = json.dumps({"messages": self.all_messages()}, indent=1, ensure_ascii=False)
                 aside.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot write {rest}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot write {rest}: {cause_of(error)}") from error
         click.echo(f"wrote {rest}; continue with /load {rest}, or with chunkrt run --messages {rest}", err=True)
 
     def _load(self, rest: str) -> None:

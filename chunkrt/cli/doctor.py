@@ -18,22 +18,25 @@ import click
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
 from chunkrt.backends.qnn.contexts import ContextFolder
-from chunkrt.checkpoints import catalogue, gguf_names
+from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine_directory.manifest import CONTEXTS, HASHED_WHEN_READ, Manifest, read_manifest
-from chunkrt.errors import ChunkrtError
+from chunkrt.errors import INSTALL_COMPILE, ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
-from chunkrt.runtime import batcher, policy
+from chunkrt.runtime import batcher, policy, windows_processors
 from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list
+from chunkrt.runtime.windows_processors import EMULATED
 
 LEAST_GLIBC = (2, 34)
 """Version for which the wheels of onnxruntime-qnn for Linux on Arm are built."""
 
 PARTS = {
-    "onnxruntime": "runs the onnxrt backend; pip install onnxruntime",
-    "onnx_ir": "builds graphs when a model is compiled; pip install onnx-ir",
+    "gguf": f"reads GGUF files; {INSTALL_COMPILE}",
+    "onnx": f"reads and writes ONNX models; {INSTALL_COMPILE}",
+    "onnx_ir": f"builds graphs when a model is compiled; {INSTALL_COMPILE}",
+    "onnxruntime": f"runs the onnxrt backend; {INSTALL_COMPILE}",
     "mpi4py": "lets ranks share a decoder; pip install 'chunkrt[mpi]'",
     "huggingface_hub": "pulls catalogue entries from Hugging Face; pip install 'chunkrt[hub]'",
 }
@@ -85,16 +88,30 @@ def _machine() -> Finding:
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {available_cores()} cores, "
         f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory available"
     )
-    return Finding(what="machine", ok=True, found=found)
+    is_emulated = windows_processors.is_emulated_on_arm()
+    return Finding(what="machine", ok=not is_emulated, found=found, advice=EMULATED if is_emulated else "")
 
 
 def _big_cores() -> Finding:
     if not hasattr(os, "sched_getaffinity"):
-        return Finding(what="big cores", ok=False, found=f"not known: {platform.system()} has no affinity")
+        return _efficiency_classes()
     allowed, big = os.sched_getaffinity(0), big_cores()
     found = f"CPUs {cpu_list(big)} of {cpu_list(allowed)}" if big != allowed else f"all CPUs alike, {cpu_list(big)}"
     advice = "--affinity big uses only these" if big != allowed else ""
     return Finding(what="big cores", ok=True, found=found, advice=advice)
+
+
+def _efficiency_classes() -> Finding:
+    classes = windows_processors.efficiency_classes()
+    if not classes:
+        return Finding(what="big cores", ok=False, found=f"not known: {platform.system()} does not report them")
+    big = {cpu for cpu, efficiency in classes.items() if efficiency == max(classes.values())}
+    if len(big) == len(classes):
+        return Finding(what="big cores", ok=True, found=f"all CPUs alike, {cpu_list(big)}")
+    advice = f"--affinity is not supported on {platform.system()}, whose scheduler prefers these for busy threads"
+    return Finding(
+        what="big cores", ok=True, found=f"CPUs {cpu_list(big)} of {cpu_list(classes.keys())}", advice=advice
+    )
 
 
 _ATTENTION = {"float32": "attend_f32_f32_cache", "bfloat16": "attend_f32_bf16_cache"}
@@ -248,7 +265,10 @@ def _part(module: str) -> Finding:
 def _plugins() -> list[Finding]:
     dispatch.registered_operators()  # raises errors of plug-ins, which are then reported
     groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS, batcher.PLUGINS]
-    groups += [gguf_names.PLUGINS]
+    if importlib.util.find_spec("gguf"):
+        from chunkrt.checkpoints import gguf_names
+
+        groups.append(gguf_names.PLUGINS)
     if importlib.util.find_spec("onnx_ir"):
         from chunkrt.graph import decoders
 

@@ -17,7 +17,7 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.baseline import Base, base_options, check_base
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, draw_layers, evaluate_layers
@@ -220,7 +220,7 @@ class _TextOptions:
         try:
             return self.path.read_text("utf-8-sig")
         except OSError as error:
-            raise ConfigError(f"cannot read the text from {self.path}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot read the text from {self.path}: {cause_of(error)}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"the text in {self.path} is not UTF-8: {error}") from error
 

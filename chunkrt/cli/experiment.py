@@ -16,7 +16,7 @@ from chunkrt.cli.command import GroupedCommand, json_option, option, plot_option
 from chunkrt.cli.output import print_table
 from chunkrt.cli.shared_options import verbose_option
 from chunkrt.cli.simulate import accuracy_of
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import read_toml, written_aside
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
@@ -118,7 +118,7 @@ def _write_csv(rows: Rows, path: Path) -> None:
         with written_aside(path) as aside:
             aside.write_text(text.getvalue(), encoding="utf-8", newline="")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
 
 
 def _print(rows: Rows) -> None:

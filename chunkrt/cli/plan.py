@@ -27,7 +27,7 @@ from chunkrt.engine_directory.figures import (
     subgraph_figures,
 )
 from chunkrt.engine_directory.manifest import is_engine_directory, open_weights, read_manifest, read_plan
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALL_GATHER_OP, ALONE, Plan, Ranks
@@ -81,7 +81,7 @@ def plan(
         try:
             check_writable(save_onnx / "subgraph.onnx")
         except OSError as error:
-            raise ConfigError(f"cannot write ONNX files to {save_onnx}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot write ONNX files to {save_onnx}: {cause_of(error)}") from error
     found, scheme, chunk_length = read_model(model, options, ranks)
     context_length = choose_context_length(found, options)
     if prompt_length is None:

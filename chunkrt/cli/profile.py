@@ -21,7 +21,7 @@ from chunkrt.cli.command import GroupedCommand, json_option, model_argument, opt
 from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable, written_aside
 from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
@@ -78,7 +78,7 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_
         with written_aside(output) as aside:
             aside.write_text(write_measured(found), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
     if as_json:
         facts = {"path": str(output), "name": found.name, "model": found.model, "scheme": found.scheme}
         figures = {"chunk_length": found.chunk_length, "threads": sorted(found.budgets), "conditions": found.conditions}

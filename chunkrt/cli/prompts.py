@@ -16,7 +16,7 @@ import click
 
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import BYTE_ORDER_MARK, parse_json
 from chunkrt.tokenizer import Tokenizer
 
@@ -189,7 +189,7 @@ def read_text(file: str) -> str:
             with Path(file).open(encoding="utf-8") as opened:
                 text = opened.read(MOST_CHARACTERS + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the prompt from {file}: {cause_of(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt in {file} is not UTF-8 text: {error}") from error
     if len(text) > MOST_CHARACTERS:

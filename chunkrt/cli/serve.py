@@ -15,7 +15,7 @@ import click
 from chunkrt.cli.command import GroupedCommand, option
 from chunkrt.cli.generation_options import template_option
 from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_text
 
 LATE_SECONDS = 5.0
@@ -233,7 +233,7 @@ def _read_keys(path: Path) -> dict[str, str]:
         lines = read_text(path).splitlines()
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys from {path}: {error}") from error
+        raise ConfigError(f"cannot read the API keys from {path}: {cause_of(error)}") from error
     keys = dict[str, str]()
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

@@ -15,7 +15,7 @@ from chunkrt.cli.plots import draw_tuned
 from chunkrt.cli.shared_options import DEFAULT_UNIT, engine_fields, verbose_option
 from chunkrt.cli.simulate import accuracy_of, device_option
 from chunkrt.engine.arguments import read_size
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
 from chunkrt.pictures import check_picture
@@ -141,7 +141,7 @@ def tune(
         with written_aside(output) as aside:
             aside.write_text(tuned.to_toml(), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
     for name, reason in tuned.left_out.items():
         click.echo(f"skipped {name}: {reason}", err=True)
     if plot is not None:

@@ -26,7 +26,7 @@ from chunkrt.checkpoints.adapters import adapter_of
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, check_vocabulary, shipped_text
 from chunkrt.engine_directory.content import cache_key, keyed_path
-from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.errors import ConfigError, ModelError, QuantizationError, cause_of
 from chunkrt.files import Count, cached_entry
 from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, linear_nodes, resolve
@@ -134,7 +134,7 @@ def cached_calibration(
                 found = replace(found, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
                 found.save(path)
     except OSError as error:
-        raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot write the calibration {path}: {cause_of(error)}") from error
     return replace(found, model=model), path
 
 

@@ -25,7 +25,7 @@ from chunkrt.checkpoints.adapters import adapter_of
 from chunkrt.compile.calibrate import WINDOW_LENGTH, calibrate, text_digest
 from chunkrt.compile.trials import Loss, Losses
 from chunkrt.engine_directory.content import cache_key, keyed_path
-from chunkrt.errors import ConfigError, ModelError, QuantizationError
+from chunkrt.errors import ConfigError, ModelError, QuantizationError, cause_of
 from chunkrt.files import Count, cached_entry, read_json, written_aside
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.scheme import BLOCK_LENGTH, CHOICE_FORMAT, Recipe, Scheme, Search
@@ -176,7 +176,7 @@ def cached_choice(
                     aside.write_text(json.dumps(choice.to_dict(), indent=1), encoding="utf-8")
         return choice, path
     except OSError as error:
-        raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot write {path}: {cause_of(error)}") from error
 
 
 def held_out(token_ids: TokenIds, context_length: int) -> tuple[TokenIds, list[TokenIds]]:

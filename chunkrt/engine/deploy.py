@@ -28,7 +28,7 @@ from chunkrt.engine_directory.manifest import (
     read_manifest,
     write_manifest,
 )
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_of
 from chunkrt.files import Progress, check_writable, only_writer, written_aside
 
 Compiled = dict[NpuTarget, dict[tuple[int, str], Path]]
@@ -146,7 +146,7 @@ def _check_absent(output: Path) -> None:
     try:
         check_writable(output)
     except OSError as error:
-        raise ModelError(f"cannot write the engine directory {output}: {error.strerror or error}") from error
+        raise ModelError(f"cannot write the engine directory {output}: {cause_of(error)}") from error
 
 
 def _check_host_first(model: str, options: EngineOptions, chunk_length: int, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -16,15 +17,18 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.loaded import LoadedModel
 from chunkrt.engine.options import DECLARED, EngineOptions, LoadOptions
 from chunkrt.engine.resolve import engine_folder
-from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
+from chunkrt.errors import ConfigError, OutOfMemoryError, cause_of, unknown_name
 from chunkrt.files import Progress, no_progress
 from chunkrt.progress import find_progress
+from chunkrt.runtime import windows_processors
 from chunkrt.runtime.affinity import available_cpus, find_cpus
 from chunkrt.runtime.ranks.launch import connect
 
 if TYPE_CHECKING:
     from chunkrt.engine.ranks.leader import EngineMirror
     from chunkrt.runtime.ranks.messages import MessageCommunicator
+
+log = logging.getLogger(__name__)
 
 
 @shows_fields({name: (LoadOptions.__annotations__[name], default) for name, (_, default, _) in DECLARED.items()})
@@ -71,7 +75,7 @@ def load(
         ) from error
     except OSError as error:  # errors of files that `load` reads or writes: digests, caches, folders
         where = f" {error.filename}" if error.filename else ""
-        raise ConfigError(f"cannot load {model!s:.200}:{where}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot load {model!s:.200}:{where}: {cause_of(error)}") from error
 
 
 def _load(model: str, tell: Progress, communicator: Communicator | None, options: LoadOptions) -> Engine:
@@ -81,6 +85,8 @@ def _load(model: str, tell: Progress, communicator: Communicator | None, options
         if name not in known:
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)
+    if windows_processors.is_emulated_on_arm():
+        log.warning("%s", windows_processors.EMULATED)
     find_cpus(chosen.affinity)  # report errors in the options before a model is compiled
     check_switches(Switches.parse(chosen.ops), registered_operators())
     if communicator is None and (launch := connect([model, repr(vars(chosen))])) is not None:

@@ -13,7 +13,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.adapter_targets import FILE as ADAPTERS
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
-from chunkrt.errors import ConfigError, ModelError, PartitionError
+from chunkrt.errors import INSTALL_COMPILE, ConfigError, ModelError, PartitionError, cause_of, needs_compile_extra
 from chunkrt.files import Progress, cached_entry
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
@@ -71,6 +71,8 @@ def engine_folder(
                 try:
                     from chunkrt.compile.compiler import prepare_checkpoint, write_engine_directory
                 except ImportError as error:
+                    if not needs_compile_extra(error):
+                        raise
                     raise _cannot_compile(error) from error
                 prepared = prepare_checkpoint(
                     checkpoint,
@@ -87,7 +89,7 @@ def engine_folder(
                     check(prepared.planned.plan, prepared.scheme, options)
                 write_engine_directory(prepared, folder, progress)
     except OSError as error:
-        raise ModelError(f"cannot write {cache}: {error.strerror or error}; set CHUNKRT_HOME to move it") from error
+        raise ModelError(f"cannot write {cache}: {cause_of(error)}; set CHUNKRT_HOME to move it") from error
     return folder
 
 
@@ -116,6 +118,8 @@ def plan_model(model: str, options: EngineOptions, progress: Progress) -> tuple[
     try:
         from chunkrt.compile.compiler import plan_checkpoint
     except ImportError as error:
+        if not needs_compile_extra(error):
+            raise
         raise _cannot_compile(error) from error
     checkpoint, recipe = find_recipe(model, options, progress)
     planned = plan_checkpoint(checkpoint, options_placement(options), recipe.scheme, adapter=options.adapter)
@@ -124,7 +128,8 @@ def plan_model(model: str, options: EngineOptions, progress: Progress) -> tuple[
 
 def _cannot_compile(error: ImportError) -> ConfigError:
     return ConfigError(
-        f"compiling a model needs {error.name}, which is not installed; pip install it, or give an engine directory"
+        f"compiling a model needs {error.name}, which is not installed; run {INSTALL_COMPILE}, or give an engine "
+        "directory"
     )
 
 

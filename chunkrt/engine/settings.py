@@ -24,7 +24,7 @@ from typing import Any
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.engine.arguments import require_path
 from chunkrt.engine.options import EngineOptions
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import read_toml
 
 
@@ -40,7 +40,7 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         settings = read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the settings file {path}: {error}") from error
+        raise ConfigError(f"cannot read the settings file {path}: {cause_of(error)}") from error
     known = EngineOptions.__dataclass_fields__
     try:
         for key in settings:

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import msgspec
 import numpy as np
 
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 from chunkrt.files import read_json
 from chunkrt.quant.folding import Folding
 
@@ -84,7 +84,9 @@ def read_folding(folder: Path) -> Folding:
         with np.load(folder / FOLDING_FILE, allow_pickle=False) as arrays:
             return Folding.from_arrays(dict(arrays))
     except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise ModelError(f"{folder / FOLDING_FILE} cannot be read ({error}); compile the model again") from error
+        raise ModelError(
+            f"{folder / FOLDING_FILE} cannot be read ({cause_of(error)}); compile the model again"
+        ) from error
 
 
 def read_targets(folder: Path) -> AdapterTargets:
@@ -92,4 +94,4 @@ def read_targets(folder: Path) -> AdapterTargets:
     try:
         return msgspec.convert(read_json(folder / FILE), AdapterTargets)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{folder / FILE} cannot be read ({error}); compile the model again") from error
+        raise ModelError(f"{folder / FILE} cannot be read ({cause_of(error)}); compile the model again") from error

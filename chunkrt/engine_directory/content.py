@@ -12,16 +12,16 @@ import json
 import os
 import time
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from chunkrt import __version__
 from chunkrt.checkpoints.adapters import adapter_files
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.checkpoints.checkpoint import checkpoint_files, open_checkpoint
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 from chunkrt.files import check_regular, read_json, written_aside
 from chunkrt.plugins import code_behind, entry_points
 
@@ -40,7 +40,7 @@ def cache_key(checkpoint: Path, *, adapter: Path | None = None, **made_with: obj
     """
     files = checkpoint_files(checkpoint)
     names = [""] if len(files) == 1 else [path.name for path in files]
-    key = {"files": list(zip(names, map(file_digest, files), strict=True)), "chunkrt": version("chunkrt"), **made_with}
+    key = {"files": list(zip(names, map(file_digest, files), strict=True)), "chunkrt": __version__, **made_with}
     if adapter is not None:
         key["adapter"] = [file_digest(path) for path in adapter_files(adapter)]
     architecture, model_type = _architecture_of_plugin(checkpoint)
@@ -74,7 +74,7 @@ def file_digest(path: Path) -> str:
     try:
         return _file_digest(path)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 def _file_digest(path: Path) -> str:

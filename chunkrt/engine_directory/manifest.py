@@ -17,15 +17,15 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import xxhash
 
+from chunkrt import __version__
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_in_file, cause_of
 from chunkrt.files import check_keys, check_regular, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
@@ -111,7 +111,7 @@ def cached_folder(
     try:
         grids = fingerprint(calibration)[1] if calibration else ""
     except OSError as error:
-        raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the calibration {calibration}: {cause_of(error)}") from error
     key = cache_key(
         checkpoint,
         format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT, TEXT_FORMAT),
@@ -142,7 +142,7 @@ def write_manifest(
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT,
-        chunkrt=version("chunkrt"),
+        chunkrt=__version__,
         model=model,
         scheme=scheme,
         files=files,
@@ -199,7 +199,9 @@ def read_manifest(folder: Path) -> Manifest:
         if not _is_sound(manifest):
             raise ValueError("it contains values of the wrong type")
     except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
-        raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
+        raise ModelError(
+            f"{folder} is not an engine directory ({cause_in_file(error)}); compile the model again"
+        ) from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):
         _check_file(folder, name, manifest.files.get(name))
     return manifest
@@ -217,7 +219,7 @@ def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> No
         is_small = size <= HASHED_WHEN_READ
         is_whole = expected is not None and size == expected[0] and (not is_small or fingerprint(path) == expected)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
+        raise ModelError(f"{path} cannot be read ({cause_of(error)}); compile the model again") from error
     if not is_whole:
         raise ModelError(f"{path} has changed since the model was compiled; compile it again")
 
@@ -227,7 +229,7 @@ def read_plan(folder: Path) -> Plan:
     try:
         text = read_text(folder / PLAN)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{folder / PLAN} cannot be read ({error}); compile the model again") from error
+        raise ModelError(f"{folder / PLAN} cannot be read ({cause_of(error)}); compile the model again") from error
     return Plan.from_json(text)
 
 

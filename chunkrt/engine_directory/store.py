@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
-from chunkrt.errors import ModelError, OutOfMemoryError
+from chunkrt.errors import ModelError, OutOfMemoryError, cause_of
 from chunkrt.files import map_read_only
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.rotary_tables import rotary_table
@@ -111,7 +111,9 @@ class WeightStore:
             arrays = {name: _view(mapped, start, info) for name, info in header.items()}
             shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ModelError(f"{path} is damaged ({error}); delete its folder and compile the model again") from error
+            raise ModelError(
+                f"{path} is damaged ({cause_of(error)}); delete its folder and compile the model again"
+            ) from error
         return cls(arrays, shapes, mapped)
 
     def forget_pages(self) -> None:

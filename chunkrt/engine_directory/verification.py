@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from chunkrt.engine_directory.manifest import HASHED_WHEN_READ, Manifest, digest
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 from chunkrt.gate import Gate
 
 
@@ -69,6 +69,6 @@ class Verification:
         try:
             found = digest(path, recorded.partition(":")[0], self._is_stopped.is_set)
         except OSError as error:
-            raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
+            raise ModelError(f"{path} cannot be read ({cause_of(error)}); compile the model again") from error
         if found != recorded and not self._is_stopped.is_set():
             raise ModelError(f"{path} has changed since the model was compiled; compile it again")

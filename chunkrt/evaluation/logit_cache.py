@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from chunkrt.engine.scoring import Float16, Float32
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import cached_entry, check_archive, check_regular, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
@@ -130,7 +130,7 @@ class LogitCache:
             return True
         except OSError as error:
             raise ConfigError(
-                f"cannot keep logits in {self.folder}: {error.strerror or error}; set CHUNKRT_HOME to another "
+                f"cannot keep logits in {self.folder}: {cause_of(error)}; set CHUNKRT_HOME to another "
                 "folder, or disable the cache with --cache-limit 0"
             ) from error
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import Score, check_pair, encode_pair
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.tokenizer import Tokenizer
 
 Pair = tuple[list[int], list[int]]
@@ -99,7 +99,7 @@ def read_items(path: Path, parse: Callable[[dict[str, Any], int], Item], limit: 
                 if line.strip():
                     items.append(_parse_line(path, number, line, parse))
     except OSError as error:
-        raise ConfigError(f"cannot read the task from {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the task from {path}: {cause_of(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the task in {path} is not UTF-8: {error}") from error
     if not items:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_toml
 from chunkrt.graph.plan import Place
 
@@ -33,7 +33,7 @@ def read_placement(path: Path) -> Placement:
     try:
         placement = read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the placement file {path}: {error}") from error
+        raise ConfigError(f"cannot read the placement file {path}: {cause_of(error)}") from error
     return check_placement(placement, str(path))
 
 

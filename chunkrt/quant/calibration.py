@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from chunkrt.errors import ModelError, OutOfMemoryError
+from chunkrt.errors import ModelError, OutOfMemoryError, cause_of
 from chunkrt.files import check_archive, check_regular, written_aside
 from chunkrt.quant.folding import Folding
 
@@ -215,7 +215,7 @@ class Calibration:
                     **arrays,
                 )
         except OSError as error:
-            raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
+            raise ModelError(f"cannot write the calibration {path}: {cause_of(error)}") from error
 
     @staticmethod
     def load(path: Path) -> Calibration:

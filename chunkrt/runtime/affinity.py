@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 
 NO_AFFINITY, BIG = "none", "big"
 CPU_FOLDER = Path("/sys/devices/system/cpu")
@@ -154,7 +154,7 @@ def running_on(cpus: Collection[int] | None) -> Iterator[None]:
             os.sched_setaffinity(0, cpus)
         except OSError as error:
             raise ConfigError(
-                f"cannot run on CPUs {cpu_list(cpus)}: {error.strerror}; load the model with other CPUs"
+                f"cannot run on CPUs {cpu_list(cpus)}: {cause_of(error)}; load the model with other CPUs"
             ) from error
         yield
     finally:

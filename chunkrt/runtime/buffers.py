@@ -29,7 +29,7 @@ from chunkrt.backends.base import (
     SegmentOperands,
 )
 from chunkrt.backends.link import LinkExecutable
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_of
 from chunkrt.graph.plan import Dimension, Plan, Subgraph, resolve
 
 if TYPE_CHECKING:  # request.py, which allocates its logits here, imports this module
@@ -84,7 +84,7 @@ def _mapped(num_bytes: int, *, huge_pages: bool) -> mmap.mmap:
             return mmap.mmap(-1, num_bytes)
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"cannot allocate {num_bytes} bytes: {error.strerror or error}") from error
+        raise MemoryError(f"cannot allocate {num_bytes} bytes: {cause_of(error)}") from error
     if sys.platform == "linux" and huge_pages and num_bytes >= HUGE_PAGES_BYTES:
         with suppress(OSError):  # a kernel may not support huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)

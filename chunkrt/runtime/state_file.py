@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_of
 from chunkrt.files import check_archive, check_regular, written_aside
 from chunkrt.runtime.buffers import Array
 
@@ -38,7 +38,7 @@ class StateFile:
             with written_aside(self.path) as aside, aside.open("wb") as file:
                 _write(file, {name: np.array(number, np.int64) for name, number in numbers.items()} | dict(arrays))
         except OSError as error:
-            raise ConfigError(f"cannot save the state to {self.path}: {error}") from error
+            raise ConfigError(f"cannot save the state to {self.path}: {cause_of(error)}") from error
 
     def read(
         self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
@@ -73,9 +73,7 @@ class StateFile:
         except ModelError:
             raise
         except Exception as error:  # damaged archives and headers may raise any error
-            raise ModelError(
-                f"cannot load a state from {self.path}: {str(error) or type(error).__name__}; prefill again"
-            ) from error
+            raise ModelError(f"cannot load a state from {self.path}: {cause_of(error)}; prefill again") from error
 
     def _check(self, archive: zipfile.ZipFile) -> None:
         """Check a complete archive. Subclasses raise ModelError if it is not valid for their kind of file."""

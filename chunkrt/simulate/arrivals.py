@@ -9,7 +9,7 @@ from math import inf, isfinite, log
 from pathlib import Path
 from random import Random
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 
 CLOSED, POISSON = "closed", "poisson:"
 ARRIVALS_FORM = f"{POISSON}RATE (requests per second) or {CLOSED}"
@@ -129,7 +129,7 @@ def _read(name: str, path: Path) -> list[int]:
     try:
         lines = path.read_text("utf-8-sig").split()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {name} lengths from {path}: {error}") from error
+        raise ConfigError(f"cannot read {name} lengths from {path}: {cause_of(error)}") from error
     for number, line in enumerate(lines, 1):
         if not (line.isascii() and line.isdigit() and 1 <= int(line[:11]) <= MOST_TOKENS):
             raise ConfigError(

@@ -43,7 +43,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
 from chunkrt.engine_directory.weights import check_shadowed
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import Progress
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
@@ -310,7 +310,7 @@ class RowFile:
             if not self._file.tell():
                 self._put({"chunkrt": __version__, "format": ROWS_FORMAT})
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
 
     def __enter__(self) -> RowFile:
         """Return the file."""
@@ -325,7 +325,7 @@ class RowFile:
         try:
             self._put({"key": key, "row": asdict(row)})
         except OSError as error:
-            raise ConfigError(f"cannot write {self._path}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot write {self._path}: {cause_of(error)}") from error
 
     def _put(self, value: Mapping[str, object]) -> None:
         self._file.write(json.dumps(value) + "\n")

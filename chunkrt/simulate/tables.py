@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import read_toml
 
 Table = TypeVar("Table")
@@ -30,7 +30,7 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         return read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 def build(kind: type[Table], table: Any, place: str, sources: dict[str, Source], prefix: str = "") -> Table:

@@ -30,7 +30,7 @@ from chunkrt.backends.function_executable import read_only
 from chunkrt.compile.calibrate import first_values, live_after, run_node, values_beside
 from chunkrt.compile.compiler import Prepared
 from chunkrt.compile.trials import RelativeError, RoundedLinears
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import Count, written_aside
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Node, Plan, linear_nodes
@@ -121,7 +121,7 @@ class Expected:
             return cls(token_ids=arrays["token_ids"], logits=arrays["logits"], modules=modules)
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
             raise ConfigError(
-                f"cannot read expected values from {path}: {error}; write it with make_expected"
+                f"cannot read expected values from {path}: {cause_of(error)}; write it with make_expected"
             ) from error
 
 
@@ -528,4 +528,4 @@ def _dump(folder: Path, runs: Mapping[str, _Values]) -> None:
         for places in runs["exact"].places.values():
             np.save(folder / "transformers" / f"{places[0].value}.npy", places[0].expected)
     except OSError as error:
-        raise ConfigError(f"cannot write values to {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write values to {folder}: {cause_of(error)}") from error

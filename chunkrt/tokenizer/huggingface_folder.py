@@ -11,7 +11,7 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import AddedToken
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError, cause_of
 from chunkrt.files import read_text
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE, add_tokens, encode_text, library_errors, read_vocabulary
@@ -246,4 +246,4 @@ def _read_text(path: Path) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {path.name}: {error}") from error
+        raise ModelError(f"cannot read {path.name}: {cause_of(error)}") from error

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_in_file
 from chunkrt.files import read_text
 from chunkrt.tokenizer.decoding import IncrementalDecoder, TokenBytes
 from chunkrt.tokenizer.fewest_tokens import TokenBound
@@ -104,7 +104,9 @@ class Tokenizer:
                 settings = TextSettings.from_json(read_text(folder / SETTINGS_FILE))
                 return Tokenizer(read_vocabulary(folder / VOCABULARY_FILE), settings, num_rows)
         except (OSError, UnicodeDecodeError, ModelError) as error:
-            raise ModelError(f"the tokenizer in {folder} is damaged ({error}); compile the model again") from error
+            raise ModelError(
+                f"the tokenizer in {folder} is damaged ({cause_in_file(error)}); compile the model again"
+            ) from error
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json and text.json into an existing folder. Raises OSError if that fails."""

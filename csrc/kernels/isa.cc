@@ -14,7 +14,7 @@
 #include <intrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(_M_ARM64)
+#elif defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 #elif defined(__APPLE__)
@@ -126,10 +126,34 @@ bool has_feature(const char* name) {
 bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
 bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
 bool has_bf16() { return has_feature("hw.optional.arm.FEAT_BF16"); }
-#elif defined(_M_ARM64)
+#elif defined(_WIN32)
+// The features that all processors have, by the registry's copies of ID_AA64ISAR1_EL1. The name of such a
+// value is CP and the register's number: (op0 & 1) << 14 | op1 << 11 | CRn << 7 | CRm << 3 | op2.
+ArmFeatures registered_features() {
+  const std::string processors = "HARDWARE\\DESCRIPTION\\System\\CentralProcessor\\";
+  ArmFeatures common{.has_i8mm = true, .has_bf16 = true};
+  for (int index = 0;; ++index) {
+    std::uint64_t value = 0;
+    DWORD size = sizeof(value);
+    const std::string key = processors + std::to_string(index);
+    if (RegGetValueA(HKEY_LOCAL_MACHINE, key.c_str(), "CP 4031", RRF_RT_REG_QWORD, nullptr, &value, &size) !=
+        0) {
+      return index > 0 ? common : ArmFeatures{};
+    }
+    const ArmFeatures own = decode_id_aa64isar1(value);
+    common.has_i8mm = common.has_i8mm && own.has_i8mm;
+    common.has_bf16 = common.has_bf16 && own.has_bf16;
+  }
+}
+
+// Older versions of Windows do not know the features 66 and 68, so false does not mean that they are missing.
 bool has_dotprod() { return IsProcessorFeaturePresent(43) != 0; }  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
-bool has_i8mm() { return IsProcessorFeaturePresent(66) != 0; }     // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
-bool has_bf16() { return false; }                                  // not built
+bool has_i8mm() {                                                  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+  return IsProcessorFeaturePresent(66) != 0 || registered_features().has_i8mm;
+}
+bool has_bf16() {  // PF_ARM_V86_BF16_INSTRUCTIONS_AVAILABLE
+  return IsProcessorFeaturePresent(68) != 0 || registered_features().has_bf16;
+}
 #else
 bool has_dotprod() { return (getauxval(AT_HWCAP) & (1ul << 20)) != 0; }  // HWCAP_ASIMDDP
 bool has_i8mm() { return (getauxval(AT_HWCAP2) & (1ul << 13)) != 0; }    // HWCAP2_I8MM

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <string_view>
 
 namespace chunkrt {
@@ -55,6 +56,16 @@ Isa require_isa(std::string_view name);
 // The best instruction set that automatic selection may use: CHUNKRT_FORCE_ISA if it is set, otherwise no
 // limit. Throws std::invalid_argument under the same conditions as require_isa.
 Isa selection_limit();
+
+// Features of a 64-bit Arm processor that its register ID_AA64ISAR1_EL1 describes. Source: Arm Architecture
+// Reference Manual for A-profile, D24.2: I8MM in bits 52 to 55, BF16 in bits 44 to 47; 0 if the processor has
+// no such instructions. Windows keeps a copy of the register in its registry.
+struct ArmFeatures {
+  bool has_i8mm, has_bf16;
+};
+constexpr ArmFeatures decode_id_aa64isar1(std::uint64_t value) {
+  return {.has_i8mm = ((value >> 52) & 0xf) != 0, .has_bf16 = ((value >> 44) & 0xf) != 0};
+}
 
 // The architecture that this binary was compiled for: "x86-64", "aarch64" or "another architecture".
 std::string_view architecture();

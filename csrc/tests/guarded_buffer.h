@@ -8,7 +8,7 @@
 
 namespace chunkrt::testing {
 
-// Memory between two inaccessible pages, aligned to its end. Without mmap it is plain memory.
+// Memory between two inaccessible pages, aligned to its end.
 class GuardedPages {
  public:
   explicit GuardedPages(std::size_t num_bytes);

@@ -88,10 +88,28 @@ void test_selection() {
   }
 }
 
+// Values of the register ID_AA64ISAR1_EL1. Source: the processors of QEMU, target/arm.
+void test_arm_features() {
+  struct Case {
+    std::uint64_t value;
+    bool has_i8mm, has_bf16;
+  };
+  for (const Case& each : {Case{0x0010111101211052, true, true},    // Cortex-A710
+                           Case{0x0011111101211052, true, true},    // Neoverse N2
+                           Case{0x0000000000100001, false, false},  // Cortex-A76, Neoverse N1
+                           Case{0x0020000000000000, true, false},   // a later version of the instructions
+                           Case{0x0000200000000000, false, true}}) {
+    const ArmFeatures found = decode_id_aa64isar1(each.value);
+    check(found.has_i8mm == each.has_i8mm && found.has_bf16 == each.has_bf16,
+          [&] { return "wrong features for ID_AA64ISAR1_EL1 = " + std::to_string(each.value); });
+  }
+}
+
 }  // namespace
 
 void test_isa(Suite& suite) {
   suite.run("isa: names and their errors", test_names);
+  suite.run("isa: features of Arm processors from ID_AA64ISAR1_EL1", test_arm_features);
   suite.run("isa: selection and CHUNKRT_FORCE_ISA", test_selection);
 }
 

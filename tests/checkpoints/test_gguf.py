@@ -468,7 +468,7 @@ def test_flipped_bytes_give_values_or_a_model_error_and_bounded_memory(tmp_path,
     damaged = bytearray(sound)
     for place, value in damage:
         damaged[place % header_bytes] = value
-    path = tmp_path / "m.gguf"
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"  # Windows does not replace a mapped file
     path.write_bytes(damaged)
     tracemalloc.start()
     try:

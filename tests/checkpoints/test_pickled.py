@@ -57,7 +57,7 @@ class Program:
 
 def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     made = tmp_path / "made"
-    with pytest.raises(UnsupportedModelError, match=r"needs posix\.mkdir, which is not a tensor"):
+    with pytest.raises(UnsupportedModelError, match=rf"needs {os.name}\.mkdir, which is not a tensor"):
         open_checkpoint(folder_of(tmp_path, {"weight": Program(str(made))}))
     assert not made.exists()
 

@@ -526,7 +526,7 @@ def test_equalised_calibration_starts_from_the_plain_one_in_the_cache(planned_gg
 def test_calibration_of_another_version_is_not_used(planned_gguf, cache, monkeypatch):
     """Its values may have other names."""
     _, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
-    monkeypatch.setattr("chunkrt.engine_directory.content.version", lambda name: "9.9")
+    monkeypatch.setattr("chunkrt.engine_directory.content.__version__", "9.9")
     assert cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)[1] != path
 
 

@@ -474,7 +474,7 @@ def test_compile_to_a_full_disk_reports_one_line_and_leaves_no_files(tmp_path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(deploy.shutil, "copytree", full)
-    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+/output: the disk is full$"):
+    with pytest.raises(ModelError, match=r"^cannot write the engine directory \S+[/\\]output: the disk is full$"):
         compile_into(tmp_path / "output")
     assert not any(tmp_path.iterdir())
 

@@ -109,7 +109,8 @@ def make_root() -> None:
 def install_dependencies() -> None:
     """Install the package's requirements, with the NPU's library, from PyPI's wheels for aarch64."""
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
-    requirements = [*project["dependencies"], project["optional-dependencies"]["qnn"][0].split(";")[0]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["compile"], extras["qnn"][0].split(";")[0]]
     stamp = PLACE / "requirements.txt"
     if stamp.exists() and stamp.read_text().splitlines() == requirements:
         return

@@ -14,7 +14,7 @@ ANSWER = Path(__file__).with_name("answer.py")
 
 
 def main() -> None:
-    wheel = Path(sys.argv[1]).resolve(strict=True)
+    wheel = f"{Path(sys.argv[1]).resolve(strict=True)}[compile]"
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         venv.create(place / "venv", with_pip=True)

@@ -1,6 +1,5 @@
 """Messages that waiting threads carry themselves, and interrupts that are deferred meanwhile."""
 
-import os
 import signal
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ def interrupts():
 
 
 def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_interrupts_defer_to_the_end_of_the_outermost_block(interrupts):

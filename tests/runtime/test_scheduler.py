@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -464,6 +465,7 @@ def test_batcher_error_reaches_all_runs_and_the_engine_recovers(taken: object, m
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(9))[-1:])
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
 def test_interrupt_of_a_waiting_caller_restores_the_state() -> None:
     """Ctrl-C reaches the main thread while it waits for its share, and the others continue."""
     import signal

@@ -15,7 +15,7 @@ from chunkrt.backends.onnx.plan_models import to_onnx
 from chunkrt.backends.onnx.qdq import insert_qdq, qdq_values
 from chunkrt.checkpoints.source import BLOCK_DEPTH
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import written_aside
 from chunkrt.graph.plan import (
     DOMAIN,
@@ -221,6 +221,6 @@ def save_subgraphs(
             path = folder / f"{index:0{digits}}_{subgraph.name}.onnx"
             save_subgraph(plan, subgraph, scheme, weights, path)
     except OSError as error:
-        raise ConfigError(f"cannot write ONNX files to {folder}: {error}") from error
+        raise ConfigError(f"cannot write ONNX files to {folder}: {cause_of(error)}") from error
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return sum(subgraph.device != "link" for subgraph in plan.subgraphs)

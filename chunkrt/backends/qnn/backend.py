@@ -21,7 +21,7 @@ from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.timed_calls import DEVICE_LIMIT_S, EMULATOR_LIMIT_S
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import CompileError
+from chunkrt.errors import CompileError, cause_of
 from chunkrt.graph.plan import Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import Scheme
 
@@ -214,7 +214,7 @@ class QnnBackend:
 
     def _unwritable(self, subgraph: Subgraph, error: OSError) -> CompileError:
         return CompileError(
-            f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
+            f"cannot write the context of {subgraph.name} to {self._contexts.path}: {cause_of(error)}; set "
             "CHUNKRT_HOME to move it"
         )
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import read_toml
 
 _PACKAGE = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def read_entry(path: Path) -> CatalogueEntry:
     try:
         table = read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
     if "name" in table:
         raise ConfigError(f"{path}: unknown key 'name'; an entry has the name of its file")
     return _build(CatalogueEntry, table | {"name": path.stem, "source": _source(table.get("source"), path)}, path)

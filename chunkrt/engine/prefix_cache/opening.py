@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from chunkrt import __version__
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.fallback import NpuHealth
 from chunkrt.backends.native.cpu import selected_kernels
@@ -76,7 +76,7 @@ def _owner(engine: LoadedModel, exactness: Exactness) -> Owner:
     has_htp = backends[0] == QNN
     identity = {
         "chunkrt": [
-            version("chunkrt"),
+            __version__,
             native_digest(),
         ],  # the running version, which may differ from that of the compiler
         **{name: value for name, value in engine.identity.items() if name not in _UNIMPORTANT},

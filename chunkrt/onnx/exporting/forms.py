@@ -21,7 +21,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from chunkrt.backends.onnx.lowering import missing_expansion
 from chunkrt.backends.registry import qualified
-from chunkrt.errors import ConfigError, UnsupportedModelError
+from chunkrt.errors import ConfigError, UnsupportedModelError, cause_of
 from chunkrt.files import remove
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
@@ -451,7 +451,7 @@ def save_static_subgraphs(
         for file in sorted(aside.iterdir()):
             file.rename(folder / file.name)
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write to {folder}: {cause_of(error)}") from error
     finally:
         remove(aside)
     progress(len(static), len(static))

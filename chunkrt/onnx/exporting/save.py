@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from chunkrt.backends.onnx.scheme_models import DATA_SUFFIX
-from chunkrt.errors import ChunkrtError, ConfigError
+from chunkrt.errors import ChunkrtError, ConfigError, cause_of
 from chunkrt.files import check_writable, remove, written_aside
 from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting.export_settings import DynamicSettings
@@ -48,7 +48,7 @@ def check_output(path: Path, windows: Sequence[int] = ()) -> None:
         try:
             check_writable(file)
         except OSError as error:
-            raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot write {file}: {cause_of(error)}") from error
         if file.exists():
             raise ConfigError(f"{file} exists already; remove it, or write to another name")
 
@@ -117,7 +117,7 @@ def _save(models: Mapping[Path, ir.Model], data: str | None, progress: Callable[
             cause = cause.__cause__
         raise cause or error from None
     except OSError as error:
-        raise ConfigError(f"cannot write {first}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {first}: {cause_of(error)}") from error
     finally:
         for value, tensor in zip(values, before, strict=True):
             value.const_value = tensor
@@ -228,7 +228,7 @@ def write_beside(folder: Path, files: Files) -> None:
             with written_aside(folder / name) as aside:
                 aside.write_bytes(content)
         except OSError as error:
-            raise ConfigError(f"cannot write {folder / name}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot write {folder / name}: {cause_of(error)}") from error
 
 
 def genai_config(planned: Planned, settings: DynamicSettings, filename: str) -> Files:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.checkpoints.checkpoint import GENAI
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 from chunkrt.files import read_text
 
 TRANSFORMERS = "config.json"
@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds {type(values).__name__}, expected an object")
     return values

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorInfo
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, cause_of
 
 Float32 = NDArray[np.float32]
 
@@ -304,7 +304,7 @@ class OnnxSource:
         try:
             return self._find(name).read()
         except (OSError, ValueError) as error:
-            raise ModelError(f"{self.file}: the weight {name} cannot be read: {error}") from error
+            raise ModelError(f"{self.file}: the weight {name} cannot be read: {cause_of(error)}") from error
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """See `TensorSource`."""

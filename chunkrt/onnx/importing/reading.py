@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 from onnx import defs, helper, shape_inference
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError, cause_of
 from chunkrt.onnx.importing.decoder_settings import named_file
 
 MAX_ELEMENTS = 2**40
@@ -41,7 +41,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
         proto = onnx.ModelProto()
         proto.ParseFromString(path.read_bytes())
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
     except Exception as error:  # protobuf's DecodeError has no stable import path
         raise ModelError(f"{path} is truncated or not an ONNX model: {error}; fetch it again") from error
     if not proto.graph.node or not proto.graph.output:
@@ -133,7 +133,7 @@ def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
         size = file.stat().st_size
         offset, length = int(claims.get("offset", 0)), int(claims.get("length", needed))
     except OSError as error:
-        raise ModelError(f"{path}: its data file {location!r} cannot be read: {error.strerror or error}") from error
+        raise ModelError(f"{path}: its data file {location!r} cannot be read: {cause_of(error)}") from error
     except ValueError as error:
         raise ModelError(f"{path} is damaged: {name!r} has external data at {claims}") from error
     if not file.is_file():

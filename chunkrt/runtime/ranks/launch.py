@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
 
+from chunkrt import __version__
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.runtime.ranks.last_words import LastWords
@@ -61,9 +61,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
         if ranks.rank == 0 and _last_words is None:
             _last_words = LastWords()
             atexit.register(_last_words.say, "")
-        _communicator = MpiCommunicator(
-            ranks, version=version("chunkrt"), arguments=arguments, foretell=_foretell, end=_end
-        )
+        _communicator = MpiCommunicator(ranks, version=__version__, arguments=arguments, foretell=_foretell, end=_end)
     return _communicator
 
 

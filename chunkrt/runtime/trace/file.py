@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from chunkrt.backends.base import Passage
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
@@ -63,7 +63,7 @@ def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
         with written_aside(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
             _write(file, records, title)
     except OSError as error:
-        raise ConfigError(f"cannot write a trace to {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write a trace to {path}: {cause_of(error)}") from error
 
 
 def read_trace(path: Path) -> list[RunRecord]:
@@ -75,7 +75,7 @@ def read_trace(path: Path) -> list[RunRecord]:
     try:
         data = read_json(path)
     except OSError as error:
-        raise ConfigError(f"cannot read a trace from {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read a trace from {path}: {cause_of(error)}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a trace, because it is not JSON: {error}; {_HINT}") from error
     about = data.get("otherData") if isinstance(data, dict) else None

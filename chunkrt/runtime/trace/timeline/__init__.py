@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import written_aside
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.timeline.picture import make_picture
@@ -35,4 +35,4 @@ def draw(record: RunRecord, path: Path) -> None:
         with written_aside(path) as aside:
             aside.write_text(to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture), "utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot draw {path}: {cause_of(error)}") from error

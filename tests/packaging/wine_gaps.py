@@ -1,0 +1,24 @@
+"""pytest plug-in of `make test-windows`: tests that Wine cannot run, with their reasons."""
+
+from fnmatch import fnmatch
+
+import pytest
+
+LINKS = "symbolic links are not made, although the function succeeds"
+GAPS = {
+    "tests/compile/test_compiler.py::test_checkpoint_is_identified_by_its_content*": LINKS,
+    "tests/checkpoints/test_hub.py::test_cached_model_is_found_without_network_and_client": LINKS,
+    "tests/checkpoints/test_hub.py::test_incomplete_model_is_not_found": LINKS,
+    "tests/checkpoints/test_hub.py::test_folder_of_one_gguf_file_is_that_file": LINKS,
+    "tests/checkpoints/test_hub.py::test_only_the_requested_quantisation_is_fetched": LINKS,
+    "tests/checkpoints/test_hub.py::test_safetensors_repository_is_fetched_without_unread_files": LINKS,
+    "tests/tokenizer/test_damaged_vocabularies.py::test_a_*link_to_a_missing_file_is_an_error*": LINKS,
+}
+"""Reasons by a pattern of the test's name, such as tests/cli/test_serve.py::test_*."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for pattern, reason in GAPS.items():
+            if fnmatch(item.nodeid, pattern):
+                item.add_marker(pytest.mark.skip(reason=f"Wine: {reason}"))
