@@ -271,7 +271,7 @@ def test_unknown_kind_is_refused_by_name() -> None:
     assert support.node == "out"
     assert support.reason == (
         "native has no linear attention of attn_type 'gated_linear_attention'; it has: gated_delta_rule, mamba2, "
-        "short_conv"
+        "short_conv, silu_conv"
     )
 
 
