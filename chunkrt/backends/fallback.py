@@ -57,8 +57,10 @@ class NpuHealth:
         self.is_lost = False
         self.num_fallbacks = 0
         """Number of runs of subgraphs that the CPU computed for the NPU."""
+        self.num_restored = 0
+        """Number of times that the NPU was restored."""
         self._restore = restore
-        self._num_failures = self._num_restored = self._num_attempts = self._num_good_runs = 0
+        self._num_failures = self._num_attempts = self._num_good_runs = 0
         self._error = ""
         self._is_final = False
         self._has_overflowed = False
@@ -80,19 +82,21 @@ class NpuHealth:
             return NpuState(
                 status=status,
                 failures=self._num_failures,
-                restored=self._num_restored,
+                restored=self.num_restored,
                 fallbacks=self.num_fallbacks,
                 error=self._error,
             )
 
-    def report(self, error: Exception, *, in_background: bool) -> None:
+    def report(self, error: Exception, num_restored: int, *, in_background: bool) -> None:
         """Record a failure of the NPU: no executable uses it until it is restored.
 
         Args:
+            num_restored: the attribute before the run that failed. If the NPU was restored since then, the run used the
+                contexts that were closed, and its failure is not a new one.
             in_background: the CPU takes over, and a thread restores the NPU; otherwise `require` restores it.
         """
         with self._lock:
-            if self.is_lost or self._closed.is_set():
+            if self.is_lost or self._closed.is_set() or num_restored != self.num_restored:
                 return
             self.is_lost = True
             self._num_failures += 1
@@ -165,8 +169,8 @@ class NpuHealth:
         except BackendError as error:
             return error
         with self._lock:
+            self.num_restored += 1
             self.is_lost = False
-            self._num_restored += 1
         log.warning("the NPU is restored")
         return None
 
@@ -196,11 +200,13 @@ class GuardedExecutable:
         health = self._health
         if self._on_cpu is None:
             health.require()
+            num_restored = health.num_restored
             try:
                 return on_npu()
             except DeviceLostError as error:
-                health.report(error, in_background=False)
+                health.report(error, num_restored, in_background=False)
                 raise
+        num_restored = health.num_restored
         if not health.is_lost:
             try:
                 passage = on_npu()
@@ -209,7 +215,7 @@ class GuardedExecutable:
             except NumberRangeError as error:
                 health.report_overflow(error)
             except BackendError as error:
-                health.report(error, in_background=True)
+                health.report(error, num_restored, in_background=True)
         health.report_fallback()
         return self._on_cpu.run(inputs, outputs)
 

@@ -261,6 +261,19 @@ def test_number_of_attempts_is_limited(calibration, native, faults, caplog, monk
     assert caplog.messages[-1] == "the NPU did not come back after 4 attempts; the CPU computes from now on"
 
 
+def test_late_failure_of_a_closed_context_is_not_a_new_one():
+    """Two runs are in progress: one fails, the NPU is restored, and then the other fails."""
+    health = fallback.NpuHealth(lambda: None)
+    health.report(DeviceLostError("first"), 0, in_background=True)
+    wait_until(lambda: health.state.status == "ok")
+    health.report(DeviceLostError("late"), 0, in_background=True)
+    assert health.state == fallback.NpuState(failures=1, restored=1, error="first")
+    health.report(DeviceLostError("second"), 1, in_background=True)
+    wait_until(lambda: health.state.restored == 2)
+    assert health.state == fallback.NpuState(failures=2, restored=2, error="second")
+    health.close()
+
+
 def test_close_ends_the_attempts(calibration, faults, monkeypatch):
     monkeypatch.setattr(fallback, "RESTORE_DELAYS_S", (0.0, 3600.0))
     with load(calibration, on_npu_failure="fallback") as engine:
@@ -299,11 +312,18 @@ def outcome(call):
         return error
 
 
-def test_server_reports_the_npu(calibration, faults):
-    with load(calibration, on_npu_failure="fallback") as engine, serving(engine) as (_, url):
+@pytest.mark.parametrize("kind", ["kill", "hang"])
+def test_server_answers_and_reports_the_npu(calibration, native, faults, kind):
+    options = {"on_npu_failure": "fallback", "npu_timeout": LIMIT_S}
+    with load(calibration, **options) as engine, serving(engine) as (_, url):
         assert httpx.get(f"{url}/health").json() == {"status": "ok", "npu": asdict(fallback.NpuState())}
-        faults.arm("kill", 1)
-        answer(engine, 0)
+        faults.arm(kind, 1)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(answer(engine, 0)))
+        thread.start()
+        while thread.is_alive():
+            assert httpx.get(f"{url}/health").status_code == 200
+        check_right(found[0], 0, native)
         wait_until(lambda: httpx.get(f"{url}/health").json()["npu"]["status"] == "ok")
         told = httpx.get(f"{url}/health").json()["npu"]
         assert (told["failures"], told["restored"]) == (1, 1)

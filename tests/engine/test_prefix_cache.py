@@ -394,7 +394,7 @@ def test_prefix_cache_is_off_while_the_npu_is_lost() -> None:
         engine.loaded.prefix_cache = open_cache(engine, exactness, has_ranks=False, npu_health=health)
         prompt = range(1, 40)
         found = [engine.session().prefill(prompt).num_cached for _ in range(2)]
-        health.report(DeviceLostError("gone"), in_background=True)
+        health.report(DeviceLostError("gone"), 0, in_background=True)
         found.append(engine.session().prefill(prompt).num_cached)
         restored.set()
         wait_until(lambda: health.state.status == "ok")

@@ -3,7 +3,10 @@
 #include <stdlib.h>
 
 enum { MOST = 4096 };
-static struct { char *start; size_t size; } blocks[MOST];
+static struct {
+  char *start;
+  size_t size;
+} blocks[MOST];
 static int num_blocks;
 
 void *rpcmem_alloc(int heap, unsigned flags, int size) {
