@@ -13,6 +13,9 @@ LOOK_S = 0.1
 other threads do not wake up. On Windows an interrupt does not wake a thread that waits for a lock.
 """
 
+MOST_SECONDS_AT_END = 10.0
+"""Seconds that an exiting process waits for a thread that computes."""
+
 
 class Gate:
     """Gate that is closed until `open` is called, and open from then on.

@@ -9,13 +9,16 @@ Without a second executable a failure is an error, and the next run restores the
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends.base import Array, Executable, HistoryExecutable, Passage
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
+from chunkrt.gate import MOST_SECONDS_AT_END
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,16 @@ class NpuState:
     error: str = ""
 
 
+_made: weakref.WeakSet[NpuHealth] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads of engines that were not closed before the process exits; see `TimedCalls.end`."""
+    for health in tuple(_made):
+        health.close(MOST_SECONDS_AT_END)
+
+
 class NpuHealth:
     """State of the NPU, shared by all executables that run on it. Failures, and the first value that exceeds the NPU's
     number range, are logged.
@@ -68,6 +81,7 @@ class NpuHealth:
         self._restoring = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        _made.add(self)
 
     @property
     def can_restore(self) -> bool:
@@ -142,11 +156,13 @@ class NpuHealth:
             if self.is_lost and (error := self._try_to_restore()) is not None:
                 raise DeviceLostError(f"the NPU was lost ({self._error}), and cannot be restored: {error}") from error
 
-    def close(self) -> None:
-        """End the attempts to restore the NPU. A current one is completed first."""
+    def close(self, most_seconds: float | None = None) -> None:
+        """End the attempts to restore the NPU. A current one is completed first, unless it takes more than
+        `most_seconds`.
+        """
         self._closed.set()
         if (thread := self._thread) is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(most_seconds)
 
     def _restore_later(self) -> None:
         while self._num_attempts < len(RESTORE_DELAYS_S):

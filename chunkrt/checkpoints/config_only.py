@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints import older_layouts
 from chunkrt.checkpoints.checkpoint import WEIGHT_FILES
 from chunkrt.checkpoints.safetensors import QUANTISATION_KEYS, read_json_object, text_half
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo
@@ -39,7 +40,9 @@ class ConfigSource:
         if not isinstance(model_type, str):
             raise ModelError(f"{path} has no model_type; is it a Transformers model?")
         self.architecture = model_type
-        self.config = {key: value for key, value in self.config.items() if key not in QUANTISATION_KEYS}
+        self.config = older_layouts.with_later_keys(
+            {key: value for key, value in self.config.items() if key not in QUANTISATION_KEYS}
+        )
         layers, kinds = self.config.get("num_hidden_layers"), self.config.get("layers_block_type")
         num_layers = layers if isinstance(layers, int) else len(kinds) if isinstance(kinds, list) else 0
         self.shapes: Mapping[str, tuple[int, ...]] = {f"layer {index}": () for index in range(min(num_layers, 10_000))}

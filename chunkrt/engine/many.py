@@ -12,8 +12,8 @@ from threading import Thread, get_ident
 from typing import TypeVar
 
 from chunkrt.engine.session import Session
-from chunkrt.gate import Outbox
-from chunkrt.runtime.scheduler import MOST_SECONDS_AT_END, Scheduler
+from chunkrt.gate import MOST_SECONDS_AT_END, Outbox
+from chunkrt.runtime.scheduler import Scheduler
 
 Result = TypeVar("Result")
 

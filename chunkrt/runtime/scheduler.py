@@ -21,7 +21,7 @@ from threading import Lock, Thread, get_ident
 from typing import Any
 
 from chunkrt.errors import ClosedError, ConfigError
-from chunkrt.gate import Bell
+from chunkrt.gate import MOST_SECONDS_AT_END, Bell
 from chunkrt.runtime.batcher import Batcher, may_enter, next_rows
 from chunkrt.runtime.executor import Executor, ExecutorSet
 from chunkrt.runtime.record import ChunkRecord, Pipeline, SegmentRecord
@@ -35,8 +35,6 @@ request or the segments of a chunk, and a function that does the work on this ra
 identifies the sums. It returns the result of the work after all ranks have completed it. If the work fails on this rank
 or another one, it raises the error, and the other ranks stop too.
 """
-
-MOST_SECONDS_AT_END = 10.0
 
 CLOSED = "the engine is closed; load the model again"
 

@@ -44,7 +44,7 @@ from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
 from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, cause_of, unknown_name
-from chunkrt.files import Progress
+from chunkrt.files import Progress, locked, remove
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.html_tables import html_table
@@ -109,8 +109,10 @@ class Rows(list[GridRow]):
         """
         if not Path(path).is_file():
             raise ConfigError(f"there is no file {path}")
-        with RowFile(Path(path)) as file:
-            return Rows(file.known.values())
+        try:
+            return Rows(_read_rows(Path(path))[0].values())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with the fields of `GridRow` as columns. Placements are texts: "lm_head=npu,
@@ -290,7 +292,7 @@ def _digest(text: str) -> str:
 
 
 class RowFile:
-    """A file of finished rows: a header, then a line for each row with its key.
+    """A file of finished rows: a header, then a line for each row with its key. Only one process at a time has it.
 
     Attributes:
         known: the rows of the file by key.
@@ -301,14 +303,20 @@ class RowFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.known: dict[str, GridRow] = {}
         self._path = path
         try:
-            if path.exists() and path.stat().st_size:
-                self._read()
-            self._file = path.open("a", encoding="utf-8")
-            if not self._file.tell():
-                self._put({"chunkrt": __version__, "format": ROWS_FORMAT})
+            with ExitStack() as stack:
+                # Without a buffer, each row is written at once, and an error leaves nothing that `close` would write.
+                self._file = stack.enter_context(path.open("ab", buffering=0))
+                self.known: dict[str, GridRow] = {}
+                whole = 0
+                if path.is_file():
+                    stack.enter_context(_only_user(path))
+                    self.known, whole = _read_rows(path)
+                    self._file.truncate(whole)  # an interrupted run may have left a part of a line
+                if not whole:
+                    self._put({"chunkrt": __version__, "format": ROWS_FORMAT})
+                self._resources = stack.pop_all()
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
 
@@ -318,34 +326,49 @@ class RowFile:
 
     def __exit__(self, *error: object) -> None:
         """Close the file."""
-        self._file.close()
+        self._resources.close()
 
     def write(self, key: str, row: GridRow) -> None:
-        """Append a row, and flush it to the system."""
+        """Append a row."""
         try:
             self._put({"key": key, "row": asdict(row)})
         except OSError as error:
             raise ConfigError(f"cannot write {self._path}: {cause_of(error)}") from error
 
     def _put(self, value: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(value) + "\n")
-        self._file.flush()
+        line = f"{json.dumps(value)}\n".encode()
+        while line:
+            line = line[self._file.write(line) :]
 
-    def _read(self) -> None:
-        lines = self._path.read_bytes().split(b"\n")
-        whole = len(self._path.read_bytes()) - len(lines[-1])  # an interrupted run may have left a part of a line
+
+@contextmanager
+def _only_user(path: Path) -> Iterator[None]:
+    lock = path.with_name(f".{path.name}.lock")
+    with locked(lock, f"simulating into {path}"):
         try:
-            head, *entries = [json.loads(line) for line in lines[:-1]]
-            if head["format"] != ROWS_FORMAT or head["chunkrt"] != __version__:
-                raise ConfigError(
-                    f"{self._path} contains rows of chunkrt {head['chunkrt']}; name another file, or remove it"
-                )
-            self.known = {entry["key"]: GridRow(**entry["row"]) for entry in entries}
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{self._path} is not a file of rows of an experiment; name another file") from error
-        if lines[-1]:
-            with self._path.open("r+b") as file:
-                file.truncate(whole)
+            yield
+        finally:
+            remove(lock)  # while it is locked; see `written_aside`
+
+
+def _read_rows(path: Path) -> tuple[dict[str, GridRow], int]:
+    """Return the rows of a file by key, and the number of bytes of its complete lines.
+
+    Raises:
+        ConfigError: the file is not a file of rows, or was written by another version of chunkrt.
+        OSError: the file cannot be read.
+    """
+    content = path.read_bytes()
+    *lines, rest = content.split(b"\n")
+    if not content:
+        return {}, 0
+    try:
+        head, *entries = [json.loads(line) for line in lines]
+        if head["format"] != ROWS_FORMAT or head["chunkrt"] != __version__:
+            raise ConfigError(f"{path} contains rows of chunkrt {head['chunkrt']}; name another file, or remove it")
+        return {entry["key"]: GridRow(**entry["row"]) for entry in entries}, len(content) - len(rest)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is not a file of rows of an experiment; name another file") from error
 
 
 _Point = tuple[int, int, str, str, int, int, str, int | None]

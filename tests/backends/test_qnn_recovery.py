@@ -6,6 +6,8 @@ take minutes.
 
 import logging
 import random
+import subprocess
+import sys
 import threading
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -303,6 +305,51 @@ def test_call_that_hangs_fails_alone_and_its_waiting_calls():
     ]
     with pytest.raises(ZeroDivisionError):
         calls.call(lambda: 1 // 0, 60.0)
+
+
+EXITS = """
+import os, signal, threading, time
+from chunkrt.backends.fallback import NpuHealth
+from chunkrt.backends.qnn.timed_calls import TimedCalls
+
+calls, began = TimedCalls(), threading.Event()
+
+def slow():
+    began.set()
+    if how == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+    print("ended", flush=True)
+
+how = HOW
+if how == "interrupted":
+    try:
+        calls.call(slow, 60.0)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+elif how == "waiting":
+    threading.Thread(target=calls.call, args=(slow, 60.0), daemon=True).start()
+    began.wait()
+else:
+    health = NpuHealth(lambda: calls.call(slow, 60.0))
+    health.report(RuntimeError("x"), in_background=True)
+    began.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "printed"),
+    [
+        ("interrupted", ["interrupted", "ended"]),
+        ("waiting", ["ended"]),
+        ("restoring", ["ended"]),
+    ],
+)
+def test_process_exits_after_a_call_in_progress(how, printed):
+    """A thread that returns from native code after the interpreter has shut down would abort the process."""
+    command = [sys.executable, "-P", "-c", EXITS.replace("HOW", repr(how))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:-1] == printed
 
 
 def outcome(call):

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -182,6 +183,56 @@ def test_interrupted_experiment_continues_from_its_file(rows: Rows, tmp_path: Pa
     names = {"": "natural", placement_text(NORM_ON_CPU): "norms"}
     assert found == [replace(row, placement_name=names[row.placement_name]) for row in rows]
     assert len(Rows.read(path)) == len(rows_without_duplicates(rows))
+
+
+def test_reading_rows_changes_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    chunkrt.experiment(SMALL, **POINT, workers=1, output=path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])  # as while a row is written
+    assert Rows.read(path) == []
+    assert path.read_bytes() == content[:-20]
+    path.write_bytes(b"")
+    assert Rows.read(path) == []
+    assert path.read_bytes() == b""
+
+
+def test_experiments_take_turns_with_a_file(rows: Rows, tmp_path: Path) -> None:
+    path, told, others = tmp_path / "rows.jsonl", [], []
+    grid = GRID | {"devices": ["sd8gen3"]}
+
+    def run_again() -> None:
+        chunkrt.experiment(SMALL, **grid, workers=1, output=path, progress=lambda *state: told.append(state))
+
+    def start_another(what: str, done: int, total: int) -> None:
+        if done == 1:
+            others.append(threading.Thread(target=run_again))
+            others[0].start()
+
+    found = chunkrt.experiment(SMALL, **grid, workers=1, output=path, progress=start_another)
+    others[0].join()
+    assert told == []
+    assert len(path.read_text().splitlines()) == 1 + len(rows_without_duplicates(found))
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from chunkrt.cli import main
+sys.argv[0] = "chunkrt"
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of the size of files")
+def test_full_disk_is_one_line_and_the_rows_remain(tmp_path: Path) -> None:
+    grid, path = tmp_path / "grid.toml", tmp_path / "rows.jsonl"
+    grid.write_text(GRID_FILE)
+    command = [sys.executable, "-B", "-P", "-c", LIMITED, "experiment", str(grid), "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"chunkrt: cannot write {path}: File too large\n")
+    assert len(Rows.read(path)) == 1
 
 
 def rows_without_duplicates(rows: Rows) -> list[GridRow]:
