@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import traceback
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def main() -> None:
         sys.exit(1)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of prompts and answers
+            with suppress(io.UnsupportedOperation):  # a program that calls this function has read from standard input
+                stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of prompts and answers
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     handler = logging.StreamHandler()
     handler.setFormatter(FlagFormatter("%(name)s: %(message)s"))

@@ -479,6 +479,9 @@ def experiment(
             found[point] = row
             if file is not None:
                 file.write(keys[point], row)
+
+        def finish(point: _Point, row: GridRow) -> None:
+            keep(point, row)
             report("simulating", len(found), len(points))
 
         workers = min(workers or min(available_cores(), -(-len(left) // POINTS_OF_A_WORKER)), len(left))
@@ -491,9 +494,9 @@ def experiment(
                 keep(point, row)
         elif workers == 1:
             for point in left:
-                keep(point, _row(grid, point))
+                finish(point, _row(grid, point))
         else:
-            _run_on(workers, grid, left, keep)
+            _run_on(workers, grid, left, finish)
     return Rows(found[point] for point in of_grid)
 
 

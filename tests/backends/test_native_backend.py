@@ -262,11 +262,11 @@ def test_refusal_names_node_and_remedy() -> None:
     assert "use a quantised scheme such as 'w8a8-dynamic', or `npu='onnxrt'` or `npu='reference'`" in reason
 
     values = [tensor("x", "T", 8), tensor("y", "T", 8), tensor("z", "T", 4)]
-    assert "native has no operator Erf; it has: add, cached_attention, concat, embedding" in refusal(
+    assert "native has no operator Erf; it has: add, add_positions, cached_attention, concat, embedding" in refusal(
         make_case([node("Erf", "x", "y")], values, "y")
     )
-    assert "native supports Gelu with the tanh approximation only, not 'none'" in refusal(
-        make_case([node("Gelu", "x", "y")], values, "y")
+    assert "Gelu has the approximations 'none' and 'tanh', not 'sigmoid'" in refusal(
+        make_case([node("Gelu", "x", "y", approximate="sigmoid")], values, "y")
     )
     assert "over the last axis only, not over axis 0 of 2" in refusal(
         make_case([node("Split", "x", "y z", axis=0)], values, "y")

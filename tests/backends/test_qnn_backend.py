@@ -12,7 +12,7 @@ from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.qnn import backend as backend_module
 from chunkrt.backends.qnn import executable as executable_module
 from chunkrt.backends.qnn import model as model_module
-from chunkrt.backends.qnn.executable import QnnExecutable
+from chunkrt.backends.qnn.executable import Context, QnnExecutable
 from chunkrt.backends.qnn.library import open_session
 from chunkrt.backends.qnn.model import npu_model
 from chunkrt.engine_directory.store import OUTPUT_STEP_SUFFIX, WeightStore
@@ -183,7 +183,11 @@ def test_loaded_context_gives_the_bits_of_its_compiler(backend, decoder, scheme,
     results = []
     for session in (compiled, loaded):
         call = Recording(plan, scheme, weights, CHUNK).call(subgraph, 0, CHUNK)
-        QnnExecutable(subgraph, plan, CHUNK, session, backend.htp).run(call.inputs, call.outputs)
+
+        def open_context(inputs, outputs, num_places, session=session):
+            return Context(subgraph.name, session, inputs, outputs, lambda run: run(), num_places=num_places)
+
+        QnnExecutable(subgraph, plan, CHUNK, open_context).run(call.inputs, call.outputs)
         results.append(call.result_bits())
     assert results[0] == results[1]
 

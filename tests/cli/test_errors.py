@@ -70,7 +70,7 @@ def overlapping_tensors(folder):
 
 
 def unsupported_architecture(folder):
-    return other_folder(folder, lambda config: config.update(model_type="mamba", architectures=["MambaForCausalLM"]))
+    return other_folder(folder, lambda config: config.update(model_type="rwkv", architectures=["RwkvForCausalLM"]))
 
 
 def missing_tensor(folder):
@@ -102,7 +102,7 @@ MODELS = {
     truncated_header: "model.gguf",
     gguf_that_claims_too_much: "1000000000000000000",
     overlapping_tensors: "overlap",
-    unsupported_architecture: "architecture 'mamba' is not supported; supported: bamba, deepseek_v2, ",
+    unsupported_architecture: "architecture 'rwkv' is not supported; supported: apertus, bamba, deepseek_v2, ",
     missing_tensor: "tensor model.layers.1.mlp.up_proj.weight is missing",
     weight_that_is_not_finite: "lm_head.weight holds values that are not finite",
     empty_folder: "has no config.json",
