@@ -332,7 +332,7 @@ elif how == "waiting":
     began.wait()
 else:
     health = NpuHealth(lambda: calls.call(slow, 60.0))
-    health.report(RuntimeError("x"), in_background=True)
+    health.report(RuntimeError("x"), 0, in_background=True)
     began.wait()
 """
 
