@@ -94,7 +94,7 @@ def read_grid(path: Path) -> dict[str, Any]:
     try:
         found = read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
     known = {name: p for name, p in signature(simulate_grid).parameters.items() if name not in OF_COMMAND}
     for name in found:
         if name not in known:

@@ -224,6 +224,8 @@ def simulate(
         check_trace_path(trace)
     # The plan is for the device, even if this machine has no NPU.
     is_for_npu = is_compiled or find_scheme(scheme or DEFAULT_DEVICE_SCHEME).is_static
+    if attention == "npu" and not is_for_npu:
+        raise ConfigError(f"the NPU does not run the scheme {scheme}; choose a static one, or omit --attention npu")
     engine = compiled_options(
         model,
         EngineOptions(

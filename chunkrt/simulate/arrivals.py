@@ -12,6 +12,9 @@ from random import Random
 from chunkrt.errors import ConfigError, cause_of
 
 CLOSED, POISSON = "closed", "poisson:"
+LEAST_RATE = 1e-6
+"""Least number of requests per second: at much later times than those that follow, float64 represents no nanoseconds.
+"""
 ARRIVALS_FORM = f"{POISSON}RATE (requests per second) or {CLOSED}"
 LENGTHS_FORM = "a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, or a file with one number a line"
 
@@ -46,7 +49,7 @@ def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_le
     others.
 
     Args:
-        arrivals: `poisson:RATE` for RATE requests per second on average; or `closed`.
+        arrivals: `poisson:RATE` for RATE requests per second on average, at least LEAST_RATE; or `closed`.
         prompt: number of tokens of a prompt: an integer, `uniform:LOW:HIGH`, `lognormal:MEDIAN:SIGMA`, or the path of a
             file with one integer per line; the integers of a file are used in order and repeated.
         generate: number of tokens to generate, in the same forms as `prompt`.
@@ -88,8 +91,8 @@ def _times(text: str, random: Random) -> Iterator[float | None]:
         rate = float(text.removeprefix(POISSON)) if text.startswith(POISSON) else 0.0
     except ValueError:
         rate = 0.0
-    if not 0 < rate < inf:
-        raise ConfigError(f"arrivals are {text!r}, expected {ARRIVALS_FORM}")
+    if not LEAST_RATE <= rate < inf:
+        raise ConfigError(f"arrivals are {text!r}, expected {ARRIVALS_FORM}, with RATE from {LEAST_RATE:g} on")
     return _poisson(rate, random)
 
 

@@ -427,18 +427,18 @@ def experiment(
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
     report = find_progress(progress)
-    found_devices = [find_device(d) if isinstance(d, str | os.PathLike) else d for d in _axis("devices", devices)]
+    found_devices = list(map(_device, _axis("devices", devices)))
     by_name = placements if isinstance(placements, Mapping) else None
     if by_name is not None and any(isinstance(value, str) for value in by_name.values()):
         raise ConfigError(f"placements is {dict(by_name)}, expected a list of placements; put it in brackets")
     axis = _axis("placements", placements if by_name is None else by_name.values())
     found_placements = [check_placement(placement, "placements") for placement in axis]
     placement_names = [*by_name] if by_name else [placement_text(placement) for placement in found_placements]
-    found_schemes = {name: with_shadow(name, shadow) for name in _axis("schemes", schemes)}
+    found_schemes = {name: with_shadow(name, shadow) for name in _names("schemes", schemes)}
     modes = _axis("attentions", attentions)
     for mode in modes:
         attention_options(mode)
-    policy_names = _axis("policies", policies)
+    policy_names = _names("policies", policies)
     for name in policy_names:
         find_policy(name)
     prompts, chunks = _axis("prompt_lengths", prompt_lengths), _axis("chunk_lengths", chunk_lengths)
@@ -664,6 +664,23 @@ def _axis(name: str, values: Iterable[T]) -> list[T]:
     if not found:
         raise ConfigError(f"{name} is empty, expected at least one entry")
     return found
+
+
+def _names(name: str, values: Iterable[str]) -> list[str]:
+    """Return one axis of names as a list."""
+    found = _axis(name, values)
+    for value in found:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}: {value!r}, expected a name in quotes")
+    return found
+
+
+def _device(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfile) -> DeviceProfile | MeasuredProfile:
+    if isinstance(device, DeviceProfile | MeasuredProfile):
+        return device
+    if not isinstance(device, str | os.PathLike):
+        raise ConfigError(f"devices: {device!r}, expected a profile, or a name or file in quotes")
+    return find_device(device)
 
 
 def _whole(name: str, value: Any, most: int | None = None) -> int:

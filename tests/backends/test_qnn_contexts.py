@@ -1,6 +1,7 @@
 """Compiled contexts on disk: found by a hash of their sources, complete or absent, written by one process."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,30 @@ def test_difference_of_a_context_restores_all_bytes(contexts, differing, tmp_pat
     assert {path.name for path in wrapper.parent.iterdir()} == FILES
     assert wrapper.with_name("context_qnn.bin").read_bytes() == CONTENTS[case]
     assert wrapper.read_bytes() == b"wrapper of " + CONTENTS[case][:5]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists the mapped files of a process")
+def test_binary_is_not_mapped_when_it_is_removed(differing, monkeypatch):
+    """Windows refuses to remove a mapped file."""
+    removed = []
+
+    def unlink_unmapped(path, missing_ok=False):
+        assert str(path) not in Path("/proc/self/maps").read_text()
+        removed.append(path.name)
+        os.unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink_unmapped)
+    differing(CONTENTS["equal"])
+    assert "context_qnn.bin" in removed
+
+
+def test_difference_with_any_damaged_byte_of_its_directory_is_never_restored(contexts, differing, tmp_path, caplog):
+    path = differing(CONTENTS["other header"]) / "context_qnn.bin.difference"
+    content = path.read_bytes()
+    for place in range(content.rindex(b"steps.npy") - 46, len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        contexts.assemble("made", ContextFolder(tmp_path / "cache"))  # it may be intact: not all bytes matter
+    assert "is damaged" in caplog.text
 
 
 def test_context_without_common_pieces_is_stored_whole(contexts, differing, tmp_path):

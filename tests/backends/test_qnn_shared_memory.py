@@ -23,6 +23,7 @@ from chunkrt.backends.qnn.library import open_session
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.errors import DeviceLostError
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not qnn.open_htp().is_emulated:
@@ -54,11 +55,13 @@ class Driver:
         self.rpcmem = rpcmem
         self.num_copied = self.num_runs = self.num_shared = 0
         self.refuses = ""
-        """Part that fails with shared memory: "open", "run", or none."""
+        """Part that fails with shared memory: "open", "run", or none; "all" fails without shared memory too."""
 
     def open(self, htp, soc, model, *, options, **more):
         if "write_context" in more:
             return open_session(htp, soc, model, options=options, **more)
+        if self.refuses == "all":
+            raise RuntimeError("no DSP")
         if SHARED_MEMORY_OPTION in options and self.refuses == "open":
             raise RuntimeError("Unable to load RPCMem library: libcdsprpc.so")
         plain = {name: value for name, value in options.items() if name != SHARED_MEMORY_OPTION}
@@ -176,6 +179,21 @@ def test_driver_copies_the_bytes_of_the_plan_without_shared_memory(calibration, 
     (told,) = [message for message in caplog.messages if "share" in message]
     assert told.startswith("CPU and NPU share no memory (")
     assert told.endswith("; the driver copies all inputs and outputs of each run")
+
+
+def test_memory_is_shared_again_after_a_failure_of_the_npu(calibration, driver, caplog):
+    with load(calibration) as engine:
+        backend = engine.loaded.npu_backend
+        driver.refuses = "all"
+        with pytest.raises(DeviceLostError, match="no DSP"):
+            backend.restore()
+        driver.refuses = ""
+        backend.restore()
+        driver.num_runs = driver.num_copied = 0
+        engine.session().prefill(prompt(CHUNK))
+        assert driver.num_runs > 0
+        assert driver.num_copied == 0
+    assert not [message for message in caplog.messages if "share" in message]
 
 
 def test_emulator_gets_ordinary_buffers(calibration, driver, monkeypatch):

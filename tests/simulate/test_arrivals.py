@@ -57,7 +57,19 @@ def test_lognormal_lengths_are_clipped_to_the_context_and_counted() -> None:
 
 @pytest.mark.parametrize(
     "arrivals",
-    ["", "2", "poisson", "poisson:", "poisson:0", "poisson:-1", "poisson:nan", "poisson:inf", "poisson:x", "open"],
+    [
+        "",
+        "2",
+        "poisson",
+        "poisson:",
+        "poisson:0",
+        "poisson:-1",
+        "poisson:nan",
+        "poisson:inf",
+        "poisson:1e-308",
+        "poisson:x",
+        "open",
+    ],
 )
 def test_malformed_arrivals_are_refused(arrivals: str) -> None:
     with pytest.raises(ConfigError, match=r"expected poisson:RATE \(requests per second\) or closed"):

@@ -153,22 +153,30 @@ class QnnBackend:
                 allocate=lambda shape: allocate(session, shape),
             )
 
-        if self.shares_memory:
-            try:
-                context = opened(
-                    {**options, SHARED_MEMORY_OPTION: "1"},
-                    lambda session, shape: shared_buffer(session, self.htp.device, shape),
-                )
-                context.probe()
-                return context
-            except Exception as error:  # ONNX Runtime raises many unrelated types
-                self.shares_memory = False
-                log.warning(
-                    "CPU and NPU share no memory (%s: %s); the driver copies all inputs and outputs of each run",
-                    name,
-                    error,
-                )
-        return opened(options, lambda session, shape: ordinary_buffer(shape))
+        def in_ordinary_memory() -> Context:
+            return opened(options, lambda session, shape: ordinary_buffer(shape))
+
+        def in_shared_memory() -> Context:
+            context = opened(
+                {**options, SHARED_MEMORY_OPTION: "1"},
+                lambda session, shape: shared_buffer(session, self.htp.device, shape),
+            )
+            context.probe()
+            return context
+
+        if not self.shares_memory:
+            return in_ordinary_memory()
+        try:
+            return in_shared_memory()
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            refusal = str(error)
+        context = in_ordinary_memory()
+        context.probe()  # if this fails too, the NPU fails, and not the sharing
+        self.shares_memory = False
+        log.warning(
+            "CPU and NPU share no memory (%s: %s); the driver copies all inputs and outputs of each run", name, refusal
+        )
+        return context
 
     def _call(self, function: Callable[[], Result]) -> Result:
         return self.htp.calls.call(function, self._limit_s)

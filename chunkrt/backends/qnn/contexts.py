@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -179,20 +180,27 @@ def store_difference(context: Path, base: Path) -> None:
     record = read_json(context / RECORD)
     (name,) = [name for name in record["files"] if name != WRAPPER]
     (other,) = [name for name in read_json(base / RECORD)["files"] if name != WRAPPER]
-    content, known = _pieces(context / name), _pieces(base / other)
-    if not len(known):
+    found = _difference(_pieces(context / name), _pieces(base / other))
+    if found is None:
         return
+    with (context / f"{name}{DIFFERENCE_SUFFIX}").open("wb") as file:
+        np.savez_compressed(file, **found, size=record["files"][name][0])
+    (context / name).unlink()  # no longer mapped, because Windows removes no mapped file
+    (context / RECORD).write_text(json.dumps(record | {BASE: base.name}, indent=1), encoding="utf-8")
+
+
+def _difference(content: NDArray[np.uint8], known: NDArray[np.uint8]) -> dict[str, NDArray[Any]] | None:
+    """Return the arrays of a difference, except for the size; None if it saves less than half of the bytes."""
+    if not len(known):
+        return None
     hashes = _hashes(known)
     order = np.argsort(hashes)
     found = order[np.minimum(np.searchsorted(hashes, _hashes(content), sorter=order), len(order) - 1)]
     is_own = (content != known[found]).any(axis=1)
     if np.mean(is_own) > 1 / 2:
-        return
+        return None
     steps = np.diff(found, prepend=0).astype(np.int32)  # mostly 1, which compresses well
-    with (context / f"{name}{DIFFERENCE_SUFFIX}").open("wb") as file:
-        np.savez_compressed(file, steps=steps, is_own=is_own, own=content[is_own], size=record["files"][name][0])
-    (context / name).unlink()
-    (context / RECORD).write_text(json.dumps(record | {BASE: base.name}, indent=1), encoding="utf-8")
+    return {"steps": steps, "is_own": is_own, "own": content[is_own]}
 
 
 def _restored(difference: Path, base: Path) -> memoryview:
@@ -227,14 +235,14 @@ def _pieces(path: Path) -> NDArray[np.uint8]:
     return pieces
 
 
-_DAMAGES = (
+_DAMAGES = (  # NotImplementedError and RuntimeError are those of ZipFile
     OSError,
     ValueError,
     KeyError,
     TypeError,
     AttributeError,
     IndexError,
-    RecursionError,
+    RuntimeError,
     EOFError,
     BadZipFile,
     zlib.error,
