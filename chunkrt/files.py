@@ -184,8 +184,11 @@ def check_writable(path: Path) -> None:
     """Raise OSError if `written_aside` would fail to write a file, as far as this can be determined in advance."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    aside = path.with_name(f".{path.name}.part")
+    if sys.platform == "win32" and len(aside.name) > 255:  # its file systems' limit, which `stat` does not report
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     with suppress(FileNotFoundError, NotADirectoryError):
-        path.with_name(f".{path.name}.part").stat()  # the name may be too long
+        aside.stat()  # the name may be too long
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")

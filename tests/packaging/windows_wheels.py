@@ -56,6 +56,7 @@ def build(machine: str, tag: str) -> Path:
         "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
         f"-DPython_INCLUDE_DIR={python_for_windows(tag)}/include",
         f"-DPython_LIBRARY={import_library(tag, machine)}",
+        f"-DPYBIND11_PYTHON_EXECUTABLE_LAST={sys.executable}",  # pybind11 forgets the others if it changes
         "-DPYTHON_IS_DEBUG=0",  # all three, or pybind11 runs this machine's Python
         "-DPYTHON_MODULE_DEBUG_POSTFIX=",
         f"-DPYTHON_MODULE_EXTENSION=.cp{tag}-{PLATFORMS[machine].replace('-', '_')}.pyd",

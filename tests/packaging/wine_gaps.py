@@ -5,6 +5,7 @@ from fnmatch import fnmatch
 import pytest
 
 LINKS = "symbolic links are not made, although the function succeeds"
+CLUSTER = "distributed.LocalCluster hangs at its start"
 GAPS = {
     "tests/compile/test_compiler.py::test_checkpoint_is_identified_by_its_content*": LINKS,
     "tests/checkpoints/test_hub.py::test_cached_model_is_found_without_network_and_client": LINKS,
@@ -12,6 +13,13 @@ GAPS = {
     "tests/checkpoints/test_hub.py::test_folder_of_one_gguf_file_is_that_file": LINKS,
     "tests/checkpoints/test_hub.py::test_only_the_requested_quantisation_is_fetched": LINKS,
     "tests/checkpoints/test_hub.py::test_safetensors_repository_is_fetched_without_unread_files": LINKS,
+    "tests/simulate/test_dask_cluster.py::test_its_rows_are_those_of_this_process": CLUSTER,
+    "tests/simulate/test_dask_cluster.py::test_a_client_is_taken_and_stays_open": CLUSTER,
+    "tests/simulate/test_dask_cluster.py::test_the_search_runs_there": CLUSTER,
+    "tests/simulate/test_dask_cluster.py::test_errors_of_a_worker_are_raised_by_the_caller": CLUSTER,
+    "tests/simulate/test_dask_cluster.py::test_a_worker_that_fails_prints_one_line": CLUSTER,
+    "tests/simulate/test_dask_cluster.py::test_an_interrupt_ends_it": CLUSTER,
+    "tests/simulate/test_dask_cluster.py::test_a_cluster_without_workers_prints_one_line": CLUSTER,
     "tests/tokenizer/test_damaged_vocabularies.py::test_a_*link_to_a_missing_file_is_an_error*": LINKS,
 }
 """Reasons by a pattern of the test's name, such as tests/cli/test_serve.py::test_*."""
