@@ -106,9 +106,7 @@ def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, t
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
 def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consistent(act, name, first, step, tmp_path):
-    before = set(
-        threading.enumerate()
-    )  # other tests of this process may have used the emulated NPU, whose thread stays
+    before = set(threading.enumerate())  # other tests may have used the emulated NPU, whose thread stays
     engine, at = load(name, threads=2), first
     assert engine.loaded.scheduler.executors.prompts.is_concurrent
     while interrupted_at(act, engine, name, at, tmp_path):
