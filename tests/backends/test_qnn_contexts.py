@@ -121,7 +121,7 @@ def test_binary_is_not_mapped_when_it_is_removed(differing, monkeypatch):
     def unlink_unmapped(path, missing_ok=False):
         assert str(path) not in Path("/proc/self/maps").read_text()
         removed.append(path.name)
-        os.unlink(path)
+        os.unlink(path)  # noqa: PTH108, because Path.unlink is replaced
 
     monkeypatch.setattr(Path, "unlink", unlink_unmapped)
     differing(CONTENTS["equal"])

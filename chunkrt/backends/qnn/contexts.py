@@ -183,8 +183,9 @@ def store_difference(context: Path, base: Path) -> None:
     found = _difference(_pieces(context / name), _pieces(base / other))
     if found is None:
         return
+    arrays: dict[str, Any] = {**found, "size": record["files"][name][0]}
     with (context / f"{name}{DIFFERENCE_SUFFIX}").open("wb") as file:
-        np.savez_compressed(file, **found, size=record["files"][name][0])
+        np.savez_compressed(file, **arrays)
     (context / name).unlink()  # no longer mapped, because Windows removes no mapped file
     (context / RECORD).write_text(json.dumps(record | {BASE: base.name}, indent=1), encoding="utf-8")
 
