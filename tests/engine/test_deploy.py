@@ -245,7 +245,7 @@ def test_missing_onnx_prints_one_line(device, tmp_path):
     finished = run_without_onnx(device, tmp_path, chunk_length=48, recompile=True)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
-    assert line.startswith(f"{device}/npu contains no usable context of static.0 for SM8650, chunks of 48 and ")
+    assert line.startswith(f"{device / 'npu'} contains no usable context of static.0 for SM8650, chunks of 48 and ")
     assert "needs onnx-ir" in line
 
 
