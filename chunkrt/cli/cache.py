@@ -12,7 +12,7 @@ import msgspec
 
 from chunkrt.backends.qnn.contexts import ContextFolder
 from chunkrt.checkpoints import catalogue
-from chunkrt.cli.command import GroupedCommand
+from chunkrt.cli.command import FiniteRange, GroupedCommand
 from chunkrt.cli.shared_options import DEFAULT_UNIT, verbose_option
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.prefix_cache.block_file import read_header
@@ -108,7 +108,7 @@ def show(folder: Path | None, as_json: bool) -> None:
 @click.argument("kinds", nargs=-1, type=click.Choice(REBUILT), metavar=f"[{'|'.join(REBUILT)}]...")
 @click.option("--all", "everything", is_flag=True, help="Remove all kinds except models.")
 @_folder
-@click.option("--unused-days", type=click.FloatRange(min=0), help="Remove contexts that were unused for so many days.")
+@click.option("--unused-days", type=FiniteRange(min=0), help="Remove contexts that were unused for so many days.")
 @click.option("--most", metavar="SIZE", help="Remove the least recently used contexts until the others fit this size.")
 @_as_json
 @verbose_option

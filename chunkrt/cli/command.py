@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -126,6 +127,17 @@ _HELP_ALL = click.Option(
     callback=_show_all,
     help="Show all options and exit.",
 )
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range. Unlike click's class it accepts neither nan nor infinities."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail."""
+        number: float = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class ModelName(click.ParamType[str]):

@@ -14,13 +14,13 @@ import click
 import numpy as np
 
 from chunkrt.backends.qnn import QnnBackend
-from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, option
+from chunkrt.cli.command import STATUS_OF_NO, FiniteRange, GroupedCommand, option
 from chunkrt.cli.doctor import check_directory
 from chunkrt.cli.shared_options import engine_fields, verbose_option
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load
 from chunkrt.engine_directory.manifest import is_engine_directory
-from chunkrt.errors import ChunkrtError, ConfigError
+from chunkrt.errors import ChunkrtError, ConfigError, cause_of
 from chunkrt.files import check_writable, read_json, written_aside
 from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
@@ -53,7 +53,7 @@ Report = dict[str, Any]
 @option(
     "--minutes",
     group="Measurement",
-    type=click.FloatRange(0, 120),
+    type=FiniteRange(0, 120),
     default=5.0,
     show_default=True,
     help="Minutes of repeated prompts, which show the effect of heat.",
@@ -75,7 +75,9 @@ def device_test(folder: Path, output: Path, against: Path | None, minutes: float
         check_writable(output)
         other = None if against is None else read_json(against)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot use a report: {error}") from error
+        raise ConfigError(f"cannot use a report: {cause_of(error)}") from error
+    if other is not None and not _is_report(other):
+        raise ConfigError(f"{against} is not a report of this version of device-test; make one with -o")
     report: Report = {"format": FORMAT, "machine": platform.platform(), "directory": str(folder)}
     report["checks"] = [{"name": each.what, "ok": each.ok, "found": each.found} for each in check_directory(folder)]
     with ShownProgress() as progress:
@@ -95,6 +97,13 @@ def device_test(folder: Path, output: Path, against: Path | None, minutes: float
         click.echo(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['found']}")
     if not all(check["ok"] for check in report["checks"]):
         raise click.exceptions.Exit(STATUS_OF_NO)
+
+
+def _is_report(other: object) -> bool:
+    if not isinstance(other, dict) or other.get("format") != FORMAT:
+        return False
+    logits = other.get("logits")
+    return isinstance(logits, list) and all(type(value) in (int, float) for value in logits)
 
 
 def _check(report: Report, name: str, ok: object, found: str) -> None:
@@ -177,11 +186,11 @@ def _compare_with_cpu(native: Engine, report: Report) -> None:
 
 def _compare(report: Report, other: Report) -> None:
     same = all(report[name] == other.get(name) for name in ("soc", "library", "chunk_length", "prompt_tokens"))
-    if not same or len(other.get("logits", ())) != len(report["logits"]):
+    if not same or len(other["logits"]) != len(report["logits"]):
         _check(report, "other report", False, "it is of another directory, SoC, chunk length or library")
         return
     distance = _distance(report["logits"], other["logits"])
-    exact = report["logits"] == other["logits"] and report["generated"] == other["generated"]
+    exact = report["logits"] == other["logits"] and report["generated"] == other.get("generated")
     found = "bit-identical logits and tokens" if exact else f"distance {distance:.2g}"
     _check(report, "logits of the other report", distance < FARTHEST, found)
 

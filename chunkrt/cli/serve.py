@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, option
+from chunkrt.cli.command import FiniteRange, GroupedCommand, option
 from chunkrt.cli.generation_options import template_option
 from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without
 from chunkrt.errors import ConfigError, cause_of
@@ -68,7 +68,7 @@ LATE_SECONDS = 5.0
 @option(
     "--grace",
     group="Execution",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=30.0,
     show_default=True,
     help="Seconds for running requests to finish on shutdown; the process exits at most 5 s later.",

@@ -1,7 +1,6 @@
 """Compiled contexts on disk: found by a hash of their sources, complete or absent, written by one process."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -118,10 +117,12 @@ def test_binary_is_not_mapped_when_it_is_removed(differing, monkeypatch):
     """Windows refuses to remove a mapped file."""
     removed = []
 
+    unlink = Path.unlink
+
     def unlink_unmapped(path, missing_ok=False):
         assert str(path) not in Path("/proc/self/maps").read_text()
         removed.append(path.name)
-        os.unlink(path)  # noqa: PTH108, because Path.unlink is replaced
+        unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", unlink_unmapped)
     differing(CONTENTS["equal"])

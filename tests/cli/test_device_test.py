@@ -52,3 +52,10 @@ def test_device_test_reports_can_be_compared(command, folder, tmp_path):
 
 def test_device_test_needs_an_engine_directory(command, tmp_path):
     expect_one_line(command("device-test", GGUF, "-o", tmp_path / "report.json"), "is not an engine directory")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 1, "logits": 3}', '{"format": 1, "logits": ["x"]}'])
+def test_other_report_is_checked_before_the_measurement(command, folder, tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    finished = command("device-test", folder, "-o", tmp_path / "report.json", "--against", tmp_path / "other.json")
+    expect_one_line(finished, "other.json is not a report of this version of device-test")
