@@ -40,9 +40,9 @@ class ConfigSource:
         if not isinstance(model_type, str):
             raise ModelError(f"{path} has no model_type; is it a Transformers model?")
         self.architecture = model_type
-        self.config = older_layouts.with_later_keys(
-            {key: value for key, value in self.config.items() if key not in QUANTISATION_KEYS}
-        )
+        self.config = {key: value for key, value in self.config.items() if key not in QUANTISATION_KEYS}
+        if model_type in older_layouts.FAMILIES:
+            self.config = older_layouts.with_later_keys(self.config)
         layers, kinds = self.config.get("num_hidden_layers"), self.config.get("layers_block_type")
         num_layers = layers if isinstance(layers, int) else len(kinds) if isinstance(kinds, list) else 0
         self.shapes: Mapping[str, tuple[int, ...]] = {f"layer {index}": () for index in range(min(num_layers, 10_000))}

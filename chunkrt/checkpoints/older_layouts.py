@@ -25,9 +25,8 @@ _CONV1D = re.compile(r"(^|\.)(c_attn|c_fc|c_proj)\.weight$")
 
 
 def with_later_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config in which an older family's own keys also have the names of later families."""
-    if (keys := _KEYS.get(config["model_type"])) is None:
-        return config
+    """Return a config in which the family's own keys also have the names of later families."""
+    keys = _KEYS[config["model_type"]]
     found = {later: config[key] for key, later in keys.items() if config.get(key) is not None}
     if keys is _GPT and type(width := config.get("n_embd")) is int:
         found = {"intermediate_size": 4 * width, **found}

@@ -87,7 +87,8 @@ class SafetensorsSource:
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
         self._is_older = self.architecture in older_layouts.FAMILIES
-        self.config = older_layouts.with_later_keys(self.config)
+        if self._is_older:
+            self.config = older_layouts.with_later_keys(self.config)
         self._quantised: dict[str, QuantisedWeight] = {}
         if any(self.config.get(key) for key in QUANTISATION_KEYS):
             self._find_quantised()

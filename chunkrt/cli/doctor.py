@@ -18,10 +18,11 @@ import click
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
 from chunkrt.backends.qnn.contexts import ContextFolder
+from chunkrt.backends.qnn.htp_support import graph_rows
 from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
-from chunkrt.engine_directory.manifest import CONTEXTS, HASHED_WHEN_READ, Manifest, read_manifest
+from chunkrt.engine_directory.manifest import CONTEXTS, HASHED_WHEN_READ, Manifest, read_manifest, read_plan
 from chunkrt.errors import INSTALL_COMPILE, ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
@@ -172,7 +173,13 @@ def check_directory(folder: Path) -> list[Finding]:
     if not manifest.npu:
         return [*findings, Finding(what="contexts", part_of="directory", ok=True, found="none; it is for the CPU")]
     contexts = ContextFolder(folder / CONTEXTS)
-    damaged = [path for path in sorted(contexts.path.glob("*")) if not contexts.is_intact(path.name)]
+    paths = sorted(path for path in contexts.path.glob("*") if not path.name.startswith("."))
+    problems = [f"{path.name} is damaged" for path in paths if not contexts.is_intact(path.name)]
+    if any(subgraph.device == "npu" for subgraph in read_plan(folder).subgraphs):
+        for target in manifest.npu:
+            prefix = f"{target.soc}-{manifest.scheme.name}-r{graph_rows(target.chunk_length)}-"
+            if not any(path.name.startswith(prefix) for path in paths):
+                problems.append(f"those of {target.soc}, chunks of {target.chunk_length}, are missing")
     targets = "; ".join(f"{target.soc}, chunks of {target.chunk_length}" for target in manifest.npu)
     compiled = {**manifest.npu_attention, **manifest.npu_settings}
     options = ", ".join(f"{name}={value}" for name, value in compiled.items())
@@ -180,9 +187,9 @@ def check_directory(folder: Path) -> list[Finding]:
         Finding(
             what="contexts",
             part_of="directory",
-            ok=not damaged,
-            found=f"{damaged[0].name} is damaged" if damaged else f"{targets}{', ' * bool(options)}{options}",
-            advice="copy the directory again, or recompile the model" if damaged else "",
+            ok=not problems,
+            found=problems[0] if problems else f"{targets}{', ' * bool(options)}{options}",
+            advice="copy the directory again, or recompile the model" if problems else "",
         )
     )
     return [*findings, *(_library(manifest), _soc(manifest), *_driver(manifest))]

@@ -349,6 +349,14 @@ def test_doctor_checks_an_engine_directory(device, command, tmp_path, monkeypatc
     assert "plan.json has changed" in findings_of(command, device)["directory"]["found"]
 
 
+def test_doctor_reports_missing_contexts(device, command):
+    (device / "npu" / ".DS_Store").touch()  # macOS leaves it in copied folders
+    assert findings_of(command, device)["contexts"]["ok"]
+    shutil.rmtree(device / "npu")
+    found = findings_of(command, device)["contexts"]
+    assert (found["ok"], found["found"]) == (False, "those of {}, chunks of {}, are missing".format(*COMPILED_FOR[0]))
+
+
 def test_doctor_checks_the_parts_that_a_device_needs(device, command, tmp_path, monkeypatch):
     monkeypatch.setattr(library, "is_emulating", lambda: False)
     monkeypatch.setattr(doctor.qnn, "is_emulating", lambda: False)

@@ -183,15 +183,17 @@ def store_difference(context: Path, base: Path) -> None:
     found = _difference(_pieces(context / name), _pieces(base / other))
     if found is None:
         return
-    arrays: dict[str, Any] = {**found, "size": record["files"][name][0]}
+    steps, is_own, own = found
     with (context / f"{name}{DIFFERENCE_SUFFIX}").open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, steps=steps, is_own=is_own, own=own, size=record["files"][name][0])
     (context / name).unlink()  # no longer mapped, because Windows removes no mapped file
     (context / RECORD).write_text(json.dumps(record | {BASE: base.name}, indent=1), encoding="utf-8")
 
 
-def _difference(content: NDArray[np.uint8], known: NDArray[np.uint8]) -> dict[str, NDArray[Any]] | None:
-    """Return the arrays of a difference, except for the size; None if it saves less than half of the bytes."""
+def _difference(
+    content: NDArray[np.uint8], known: NDArray[np.uint8]
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
+    """Return `steps`, `is_own` and `own` of a difference; None if it saves less than half of the bytes."""
     if not len(known):
         return None
     hashes = _hashes(known)
@@ -201,7 +203,7 @@ def _difference(content: NDArray[np.uint8], known: NDArray[np.uint8]) -> dict[st
     if np.mean(is_own) > 1 / 2:
         return None
     steps = np.diff(found, prepend=0).astype(np.int32)  # mostly 1, which compresses well
-    return {"steps": steps, "is_own": is_own, "own": content[is_own]}
+    return steps, is_own, content[is_own]
 
 
 def _restored(difference: Path, base: Path) -> memoryview:
