@@ -24,7 +24,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.pictures import check_picture
-from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEME_NAMES, Scheme, find_scheme
+from chunkrt.quant.scheme import DEFAULT_SCHEME, MIXED, SCHEME_NAMES, Scheme, find_scheme
 from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
@@ -222,6 +222,9 @@ def simulate(
         if (len(prompts) if of_prompt else 1) * len(chunks) * len(policies) > 1:
             raise ConfigError(f"--trace needs {of_prompt}one chunk length and one policy, e.g. --chunk 32")
         check_trace_path(trace)
+    if scheme != MIXED and shadow != "auto":
+        refuse_without("--scheme mixed or --shadow auto", "calibration")
+        calibration = None  # a settings file may name one for an engine
     # The plan is for the device, even if this machine has no NPU.
     is_for_npu = is_compiled or find_scheme(scheme or DEFAULT_DEVICE_SCHEME).is_static
     if attention == "npu" and not is_for_npu:

@@ -51,6 +51,7 @@ def test_config_without_weights_has_the_plan_of_its_checkpoint(name: str, tmp_pa
         (["--scheme", "w8a8", "--shadow", "auto"], "has no weights, which the search for shadow layers needs"),
         (["--scheme", "w8a8", "--shadow", "*.down_prj.weight"], "unknown 8-bit linear layer '*.down_prj.weight'"),
         (["--attention", "npu", "--scheme", "float"], "the NPU does not run the scheme float; choose a static one"),
+        (["--calibration", "none.npz"], "--calibration has no effect without --scheme mixed or --shadow auto; omit it"),
         (["-p", "16,32", "--trace", "x.json"], "--trace needs one prompt length, one chunk length and one policy"),
     ],
 )
