@@ -226,9 +226,11 @@ def tune(
         raise ConfigError(f"{fixed.reason}; its placement is fixed too, omit other placements")
     shadowed = with_shadow(scheme, shadow)
     [plan] = plans_of(model, [{}], progress, shadowed)
+    plans = {NATURAL: plan}
     if not fixed.reason:
         wanted = {**partitions_of(plan), **(placements or {})}
-        left_out = _refused(wanted, plans_of(model, list(wanted.values()), progress, shadowed), shadowed)
+        plans = dict(zip(wanted, plans_of(model, list(wanted.values()), progress, shadowed), strict=True))
+        left_out = _refused(plans, shadowed)
         partitions = {name: placement for name, placement in wanted.items() if name not in left_out}
     if chunk_lengths is None:
         lengths = [n for n in lengths if n <= plan.context_length] or [plan.context_length]
@@ -236,7 +238,6 @@ def tune(
     def parts() -> Iterator[_Part]:
         yield ON_CPU, partitions, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
         if not fixed.is_measured:
-            plans = plans_of(model, list(partitions.values()), progress, shadowed)
             for attention in fixed.attentions or _attentions(plan, prompt_lengths):
                 if able := _with_attention(partitions, plans, attention, max(lengths), shadowed):
                     yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
@@ -294,13 +295,13 @@ def _attentions(plan: Plan, prompt_lengths: Sequence[int]) -> list[str]:
 
 
 def _with_attention(
-    partitions: Mapping[str, Placement], plans: Sequence[Plan], attention: str, chunk_length: int, scheme: Scheme
+    partitions: Mapping[str, Placement], plans: Mapping[str, Plan], attention: str, chunk_length: int, scheme: Scheme
 ) -> dict[str, Placement]:
     """Return the partitions for which an NPU can compute attention."""
     able = {}
-    for (name, placement), plan in zip(partitions.items(), plans, strict=True):
+    for name, placement in partitions.items():
         try:
-            near = near_plans_of(plan, placement, attention, chunk_length)
+            near = near_plans_of(plans[name], placement, attention, chunk_length)
         except ConfigError:  # the partition has no attention that can have a fixed shape
             continue
         parts = [(part, each) for each in near.values() for part in each.subgraphs if part.device == "npu"]
@@ -376,10 +377,10 @@ class _Fixed:
         return wanted
 
 
-def _refused(partitions: Iterable[str], plans: Iterable[Plan], scheme: Scheme) -> dict[str, str]:
+def _refused(plans: Mapping[str, Plan], scheme: Scheme) -> dict[str, str]:
     """Map each partition that the NPU does not support to the reason."""
     refused = {}
-    for name, plan in zip(partitions, plans, strict=True):
+    for name, plan in plans.items():
         supports = (npu_support(subgraph, plan, scheme) for subgraph in plan.subgraphs if subgraph.device == "npu")
         if reason := next((f"{support.node}: {support.reason}" for support in supports if not support), ""):
             refused[name] = reason

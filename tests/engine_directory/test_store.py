@@ -127,7 +127,7 @@ def resident_bytes(path):
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell what lies in memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not report which pages are in memory")
 def test_store_releases_pages_and_reads_them_again(tmp_path):
     path, size = tmp_path / "weights.safetensors", 2**23
     values = np.arange(size, dtype=np.int8)
