@@ -26,7 +26,7 @@ from chunkrt.engine.declaration import (
     word_or_path,
 )
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.graph.placement import Placement, check_placement
+from chunkrt.graph.placement import LAYERS, Placement, check_placement, layers_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
@@ -73,6 +73,12 @@ def _check_threads(number: int) -> None:
 
 MOST_DIGITS = 18
 """Longest number that an option takes, well within Python's own limit for text."""
+
+
+def _placement(name: str, value: Any) -> Any:
+    """Return the placement of a list of layers, a Path, or a mapping unchanged."""
+    is_list = isinstance(value, str | os.PathLike) and os.fspath(value).startswith(LAYERS)
+    return layers_placement(os.fspath(value)) if is_list else path(name, value)
 
 
 def _windows(value: object) -> tuple[int, ...]:
@@ -377,11 +383,11 @@ class EngineOptions:
     )
     placement: Path | Placement | None = declared_option(
         "--place",
-        "TOML file that assigns modules to devices.",
+        "TOML file that assigns modules to devices; or layers=N,N,... to put only these decoder layers on the NPU.",
         group="Devices",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
         is_planned=True,
-        reads=path,
+        reads=_placement,
     )
     npu_strict: bool = declared_option(
         "--npu-strict/--no-npu-strict",
