@@ -34,7 +34,7 @@ from multiprocessing import active_children, get_context
 from operator import index
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
@@ -75,6 +75,7 @@ class GridRow:
         attention: processor of attention, as in the call.
         chunks_in_flight: the simulated number, which is at most the number of chunks of the prompt.
         energy_joules: None if the profile has no power figures.
+        origin: source of the figures, which distinguishes these rows from those of `chunkrt bench`.
     """
 
     model: str
@@ -95,6 +96,7 @@ class GridRow:
     overlap: float
     peak_memory_bytes: int
     energy_joules: float | None
+    origin: Literal["predicted"] = "predicted"
 
 
 class Rows(list[GridRow]):
@@ -588,6 +590,7 @@ def _row(grid: _Grid, point: _Point) -> GridRow:
         "placement_name": grid.names[placement],
         "placement": grid.placements[placement],
         "attention": attention,
+        "origin": "predicted",
     }
     return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})  # type: ignore[arg-type]
 

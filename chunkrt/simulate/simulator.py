@@ -286,6 +286,7 @@ def _run(
         chunk_length=chunk_length,
         num_slots=num_slots,
         slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
+        origin="predicted",
     )
     durations = [[work_of(Task(s, c)).ns for c in range(len(chunks))] for s in range(len(plan.subgraphs))]
     schedule = Schedule(

@@ -18,7 +18,17 @@ from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
-from chunkrt.runtime.record import WORKS, ChunkRecord, Pipeline, RunRecord, SegmentRecord, Stage, Work
+from chunkrt.runtime.record import (
+    ORIGINS,
+    WORKS,
+    ChunkRecord,
+    Origin,
+    Pipeline,
+    RunRecord,
+    SegmentRecord,
+    Stage,
+    Work,
+)
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, SPAN, trace_events, tracks_of
 from chunkrt.runtime.trace.shared import pipeline_numbers
@@ -237,6 +247,7 @@ def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipelin
         chunk_length=chunk_length,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
+        origin=_origin(data.get("origin", "unknown")),
     )
 
 
@@ -273,6 +284,13 @@ def _device(value: Any) -> Device:
         raise ValueError(f"{value!r} is not a device")
     device: Device = value
     return device
+
+
+def _origin(value: Any) -> Origin:
+    if value not in ORIGINS:
+        raise ValueError(f"{value!r} is not an origin of times")
+    origin: Origin = value
+    return origin
 
 
 def _text(value: Any) -> str:
