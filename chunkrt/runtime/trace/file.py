@@ -88,11 +88,20 @@ def read_trace(path: Path) -> list[RunRecord]:
         raise ConfigError(f"cannot read a trace from {path}: {cause_of(error)}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a trace, because it is not JSON: {error}; {_HINT}") from error
+    return parse_trace(data, path)[1]
+
+
+def parse_trace(data: Any, path: Path) -> tuple[str, list[RunRecord]]:
+    """Return the title and the records of a trace, from the JSON value in the file at `path`.
+
+    Raises:
+        ConfigError: the trace is damaged, or another program wrote it.
+    """
     about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
         raise ConfigError(f"{path} is JSON, but not in the format {FORMAT!r}; {_HINT}")
     try:
-        return _records(data["traceEvents"], about)
+        return _text(about.get("title", "")), _records(data["traceEvents"], about)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the trace in {path} is damaged ({problem}); {_HINT}") from error

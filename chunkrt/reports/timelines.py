@@ -1,0 +1,210 @@
+"""Timelines of a report, as data that the page's script draws, so that a reader can enlarge any part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunkrt.reports.tables import MARKS, Column, Row, Table
+from chunkrt.runtime.record import WORKS, Origin, RunRecord, origin_of
+from chunkrt.runtime.trace.groups import Group, shares
+from chunkrt.runtime.trace.idle import CAUSES
+from chunkrt.runtime.trace.shared import with_others
+from chunkrt.runtime.trace.timeline.picture import COLOURS, IDLE, LABELS, Bar, Picture, make_picture
+from chunkrt.runtime.trace.timeline.picture import Row as PictureRow
+
+MOST_TIMELINES = 12
+"""Maximum number of timelines of one source. The longest groups are drawn; tables cover all."""
+
+MOST_BARS = 60_000
+"""Maximum number of bars of one timeline. If there are more, adjacent bars of one kind in a row are joined."""
+
+KINDS = list(COLOURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One timeline: data for the script, and the statement of the rule by which bars were joined, if any."""
+
+    title: str
+    origin: Origin
+    data: dict[str, Any]
+    kinds: Sequence[str]
+    note: str
+
+
+def timelines_of(groups: Sequence[Group], records: Sequence[RunRecord]) -> tuple[list[Timeline], str]:
+    """Return a timeline of the longest run of each group, and a note about groups without a timeline."""
+    drawn = sorted(groups, key=lambda group: -group.wall_ns)[:MOST_TIMELINES]
+    found = []
+    for group in groups:
+        if group in drawn:
+            longest = max(group.records, key=lambda record: (record.num_tokens, record.end_ns - record.start_ns))
+            found.append(_timeline(with_others(longest, records), len(group.records)))
+    left = len(groups) - len(drawn)
+    note = "" if not left else f"Timelines show the {len(drawn)} groups that took longest; the table covers all."
+    return found, note
+
+
+def _timeline(record: RunRecord, num_runs: int) -> Timeline:
+    picture = make_picture(record)
+    origin = record.pipeline.origin
+    total = sum(len(row.bars) for row in (*picture.workers, *picture.chunks, *picture.sequences))
+    gap = 0.0
+    rows = _panels(picture, gap)
+    while sum(len(bars) for _, _, bars in rows) > MOST_BARS:
+        gap = 2 * gap or picture.milliseconds / MOST_BARS
+        rows = _panels(picture, gap)
+    note = ""
+    if gap:
+        note = (
+            f"The run has {total:,} bars. Adjacent bars of one kind that are shorter than {gap:.4g} ms, with gaps "
+            "shorter than that, are joined; a joined bar states the number of its tasks."
+        )
+    texts: dict[str, int] = {}
+    where = {
+        (bar.start, bar.end, bar.text): texts.setdefault(row.name, len(texts))
+        for row in picture.workers
+        for bar in row.bars
+    }
+    data = {
+        "ns": round(picture.milliseconds * 1e6),
+        "mark": MARKS[origin],
+        "origin": origin,
+        "rows": [
+            {
+                "name": name,
+                "panel": panel,
+                "bars": [
+                    _data(bar, count, texts, where.get((bar.start, bar.end, bar.text), -1), panel, name)
+                    for bar, count in bars
+                ],
+            }
+            for panel, name, bars in rows
+        ],
+    }
+    data["texts"] = list(texts)
+    runs = "" if num_runs == 1 else f" (the longest of {num_runs} runs)"
+    return Timeline(
+        title=picture.title + runs,
+        origin=origin,
+        data=data,
+        kinds=picture.kinds,
+        note=note,
+    )
+
+
+Counted = tuple[Bar, int]
+"""A bar, and the number of bars that it stands for."""
+
+
+def _panels(picture: Picture, gap: float) -> list[tuple[str, str, list[Counted]]]:
+    """Return the panel, the name and the bars of each row."""
+    panels: tuple[tuple[str, Sequence[PictureRow]], ...] = (
+        ("workers", picture.workers),
+        ("chunks", picture.chunks if len(picture.chunks) > 1 else ()),
+        ("sequences", picture.sequences),
+    )
+    return [(panel, row.name, list(_joined(row.bars, gap))) for panel, rows in panels for row in rows]
+
+
+def _joined(bars: Iterable[Bar], gap: float) -> Iterable[Counted]:
+    """Yield bars; join a bar to the preceding one if both are short, close, and of one kind and lane."""
+    waiting: Bar | None = None
+    count = 0
+    for bar in bars:
+        if waiting is not None:
+            is_like = waiting[2:3] + waiting[4:] == bar[2:3] + bar[4:]
+            if gap and is_like and bar.start - waiting.end < gap and bar.end - waiting.start < 2 * gap:
+                waiting, count = waiting._replace(end=bar.end, text=LABELS[bar.kind]), count + 1
+                continue
+            yield waiting, count
+        waiting, count = bar, 1
+    if waiting is not None:
+        yield waiting, count
+
+
+def _data(bar: Bar, count: int, texts: dict[str, int], where: int, panel: str, row: str) -> list[int]:
+    """Return a bar: start and duration in ns, kind, text, lane, lanes, number of tasks, and the processor's text."""
+    start, end = round(bar.start * 1e6), round(bar.end * 1e6)
+    name = bar.text.rsplit(", ", 1)[0] if count == 1 and panel != "sequences" else bar.text
+    text = texts.setdefault(name, len(texts))
+    place = texts.setdefault(row, len(texts)) if panel == "workers" else where
+    return [start, end - start, KINDS.index(bar.kind), text, bar.lane, bar.lanes, count, place]
+
+
+def times_table(groups: Sequence[Group]) -> Table:
+    """Return the breakdown of the time of each group and processor, in percent of the processor's time."""
+    columns = [
+        Column(name="runs", form="text"),
+        Column(name="processor", form="text"),
+        Column(name="workers", form="setting"),
+        Column(name="number of runs", form="setting"),
+        Column(name="total, ms"),
+        Column(name="busy", form="share"),
+        *(Column(name="embedding, LM head" if work == "embedding" else work, form="share") for work in WORKS),
+        *(Column(name=f"idle: {meaning}", form="share") for meaning in CAUSES.values()),
+    ]
+    rows = []
+    for group in groups:
+        for time in group.processors:
+            parts = shares(time)
+            works = [100 * time.busy_ns[work] / time.total_ns if time.busy_ns.get(work) else None for work in WORKS]
+            percents = [parts["busy"], *works, *(parts[cause] or None for cause in CAUSES)]
+            values = [None if percent is None else percent / 100 for percent in percents]
+            name = f"{time.name.upper()}"
+            settings = (group.name, name, time.workers, len(group.records), group.wall_ns / 1e6)
+            rows.append(Row(origin=origin_of(group.records), values=(*settings, *values)))
+    caption = "Time of each processor, and causes of its idle time"
+    return Table(caption=caption, columns=columns, rows=rows).narrowed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareBar:
+    """Busy and idle shares of one processor in a group of runs, as (kind, percent)."""
+
+    name: str
+    parts: Sequence[tuple[str, float]]
+
+
+def share_bars(groups: Sequence[Group]) -> list[ShareBar]:
+    """Return a stacked bar for each group and processor, which shows its work and the causes of its idle time."""
+    found = []
+    for group in groups:
+        for time in group.processors:
+            if time.name == "link" or not time.total_ns:
+                continue
+            parts: list[tuple[str, int]] = [(work, time.busy_ns.get(work, 0)) for work in WORKS]
+            parts += [(IDLE + cause, time.idle_ns.get(cause, 0)) for cause in CAUSES]
+            percents = [(kind, 100 * part / time.total_ns) for kind, part in parts if part]
+            found.append(ShareBar(name=f"{group.name}, {time.name.upper()}", parts=percents))
+    return found
+
+
+def subgraphs_table(record: RunRecord) -> Table:
+    """Return the time of each subgraph of a run."""
+    stages = record.pipeline.stages
+    times: dict[tuple[int, str], list[int]] = {}
+    for event in record.events:
+        times.setdefault((event.task.subgraph, event.processor), []).append(event.end_ns - event.start_ns)
+    columns = [
+        Column(name="subgraph", form="text"),
+        Column(name="work", form="text"),
+        Column(name="processor", form="text"),
+        Column(name="tasks", form="setting"),
+        Column(name="total, ms", scale=1e-6),
+        Column(name="mean, ms", scale=1e-6),
+        Column(name="longest, ms", scale=1e-6),
+    ]
+    rows = [
+        Row(
+            origin=record.pipeline.origin,
+            values=(
+                *(stages[subgraph].name, stages[subgraph].work, processor.upper(), len(found)),
+                *(sum(found), sum(found) / len(found), max(found)),
+            ),
+        )
+        for (subgraph, processor), found in sorted(times.items())
+    ]
+    return Table(caption="Time of each subgraph", columns=columns, rows=rows)
