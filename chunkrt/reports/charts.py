@@ -66,7 +66,8 @@ def describe(result: Result, results: Sequence[Result]) -> str:
         for name, text in parts
         if getattr(result, name) not in (None, "") and len({getattr(other, name) for other in results}) > 1
     ]
-    return ", ".join([*varying, *([result.mark] if result.mark else [])]) or result.policy or short_name(result.source)
+    always = f"{short_name(result.model)} on {result.place or 'this machine'}"
+    return ", ".join([*varying, *([result.mark] if result.mark else [])]) or always
 
 
 def _front(results: Sequence[Result], x_label: str, x_of: Callable[[Result], float]) -> str:
@@ -107,35 +108,49 @@ def _front(results: Sequence[Result], x_label: str, x_of: Callable[[Result], flo
     return _svg(WIDTH, HEIGHT, label, parts)
 
 
+LOGARITHMIC_FROM = 20.0
+"""An axis is logarithmic if the largest value is at least this multiple of the smallest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Axis:
-    """A linear axis that holds some values, with ticks at round numbers."""
+    """An axis that holds some values, with ticks at round numbers."""
 
     low: float
     high: float
     ticks: Sequence[float]
     decimals: int
+    is_logarithmic: bool
 
     @staticmethod
     def of(values: Sequence[float]) -> _Axis:
-        low, high = min(values), max(values)
-        margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        low, high = max(0.0, low - margin) if low >= 0 else low - margin, high + margin
-        raw = (high - low) / 4
+        least, most = min(values), max(values)
+        decimals = decimals_for(values)
+        if least > 0 and most >= LOGARITHMIC_FROM * least:
+            low, high = least / 1.25, most * 1.25
+            decades = range(floor(log10(low)), ceil(log10(high)) + 1)
+            factors = (1, 2, 5) if len(decades) <= 4 else (1,)
+            ticks = [factor * 10.0**decade for decade in decades for factor in factors]
+            shown = [tick for tick in ticks if low <= tick <= high]
+            return _Axis(low=low, high=high, ticks=shown, decimals=decimals, is_logarithmic=True)
+        margin = (most - least) * 0.06 or abs(most) * 0.1 or 1.0
+        low, high = (max(0.0, least - margin) if least >= 0 else least - margin), most + margin
+        raw = (high - low) / 5
         decade = 10.0 ** floor(log10(raw))
         step = next(factor * decade for factor in (1, 2, 5, 10) if factor * decade >= raw)
         ticks = [tick * step for tick in range(ceil(low / step), floor(high / step) + 1)]
-        decimals = max(0, -floor(log10(step)), decimals_for(high) if high < 100 else 0)
-        return _Axis(low=low, high=high, ticks=ticks, decimals=min(decimals, 12))
+        return _Axis(low=low, high=high, ticks=ticks, decimals=decimals, is_logarithmic=False)
 
     def share(self, value: float) -> float:
         """Return the place of a value on the axis, from 0 to 1."""
+        if self.is_logarithmic:
+            return log10(value / self.low) / log10(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def text(self, tick: float) -> str:
         """Return a tick's label."""
-        step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(tick) or 1.0
-        return f"{tick:,.{max(0, -floor(log10(step) + 1e-9))}f}"
+        step = tick if self.is_logarithmic else self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else tick
+        return f"{tick:,.{max(0, -floor(log10(abs(step) or 1.0) + 1e-9))}f}"
 
 
 def _axes(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str) -> Iterator[str]:
@@ -149,6 +164,10 @@ def _axes(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str) -> Iterator[
         yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
         yield f'<text class="mid" x="{x:.1f}" y="{bottom + 17}">{x_axis.text(tick)}</text>'
     yield f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>'
+    x_label, y_label = (
+        f"{label} (logarithmic)" if axis.is_logarithmic else label
+        for label, axis in ((x_label, x_axis), (y_label, y_axis))
+    )
     yield f'<text class="mid label" x="{(LEFT + right) / 2:.1f}" y="{HEIGHT - 8}">{_clean(x_label)}</text>'
     middle = (TOP + bottom) / 2
     yield f'<text class="mid label" transform="translate(13 {middle:.1f})rotate(-90)">{_clean(y_label)}</text>'
@@ -183,7 +202,7 @@ def rates(results: Sequence[Result]) -> list[Rates]:
     for length, own in sorted(by_length.items()):
         own.sort(key=lambda result: -(result.tokens_per_s or 0.0))
         most = own[0].tokens_per_s or 1.0
-        decimals = decimals_for(most)
+        decimals = decimals_for([result.tokens_per_s or 0.0 for result in own])
         bars = [
             RateBar(
                 name=describe(result, own),

@@ -84,7 +84,7 @@ addEventListener("beforeprint", () => {
 
 // Timelines
 
-const HEIGHTS = {workers: 26, chunks: 13, sequences: 13}, GAP = 4, LABELS = 108, AXIS = 22, NARROW = 0.8;
+const WORKER = 26, MOST_ROW = 14, PANEL = 360, GAP = 4, LABELS = 108, AXIS = 22, NARROW = 0.8;
 
 function element(name, attributes) {
   const made = document.createElementNS(SVG, name);
@@ -159,12 +159,15 @@ class Timeline {
     this.shown = [];
     this.places = [];
     let y = 0, panel = this.data.rows[0]?.panel, rects = "";
-    const names = [];
+    const names = [], counts = {};
+    for (const row of this.data.rows) counts[row.panel] = (counts[row.panel] ?? 0) + 1;
     this.data.rows.forEach(({name, panel: own, bars}, row) => {
       if (own !== panel) { y += 8; panel = own; }
-      const height = HEIGHTS[own];
+      const whole = own === "workers" ? WORKER + GAP : Math.min(MOST_ROW, PANEL / counts[own]);
+      const height = own === "workers" ? WORKER : 0.92 * whole;
       this.places.push([y, height]);
-      names.push([name, y + height / 2 + 4, own]);
+      const number = row - this.data.rows.findIndex(other => other.panel === own);
+      if (own === "workers" || number % Math.ceil(11 / whole) === 0) names.push([name, y + height / 2 + 4]);
       const last = {};
       let first = this.shown.length;
       bars.forEach((bar, index) => {
@@ -188,18 +191,17 @@ class Timeline {
         rects += `<rect data-i="${first}" class="k${kind}" x="${left.toFixed(2)}" y="${(y + height * lane / lanes).toFixed(1)}"`
           + ` width="${Math.max(0.3, right - left).toFixed(2)}" height="${(height / lanes).toFixed(1)}"/>`;
       }
-      y += height + (own === "workers" ? GAP : 1);
+      y += whole;
     });
     this.height = y + AXIS;
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
     this.svg.innerHTML = rects;  // numbers only
-    const texts = names.map(([name, at, own], index) => {
-      if (own !== "workers" && index % Math.ceil(names.length / 40)) return null;
+    const texts = names.map(([name, at]) => {
       const text = element("text", {x: LABELS - 6, y: at, class: "end"});
       text.textContent = name.length > 15 ? name.slice(0, 14) + "\u2026" : name;
       return text;
     });
-    this.svg.append(...texts.filter(Boolean), ...this.axis(y, scale));
+    this.svg.append(...texts, ...this.axis(y, scale));
     if (this.chosen) {
       const [start, length, , , lane, lanes] = this.bar(this.chosen), [top, height] = this.places[this.chosen.row];
       const x = LABELS + (start - this.from) * scale;
@@ -210,7 +212,7 @@ class Timeline {
         }));
       }
     }
-    this.output.textContent = `${ms(this.from)} to ${ms(this.to)} of ${ms(this.total)}`;
+    this.output.textContent = `${ms(this.from)} to ${ms(this.to)} of ${ms(this.total)} ${this.data.mark}`;
   }
 
   axis(y, scale) {

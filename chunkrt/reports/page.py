@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import colorsys
 import hashlib
 import json
 from collections.abc import Sequence
@@ -135,14 +136,21 @@ def _part(number: int, source: Source) -> _Part | None:
 
 
 def _kinds() -> str:
-    """Return rules with the colours of work and of causes of idle time. Light colours are darker in a dark scheme."""
+    """Return rules with the colours of work and of causes of idle time. Those of idle time are dim in a dark scheme."""
     rules = []
     for index, (kind, colour) in enumerate(COLOURS.items()):
-        dark = f"color-mix(in srgb, {colour} {45 if kind.startswith(IDLE) else 90}%, #16191d)"
-        shade = f"light-dark({colour}, {dark})"
+        shade = f"light-dark({colour}, {_dim(colour)})" if kind.startswith(IDLE) else colour
         text = f"light-dark({ink(kind)}, {'#fff' if kind.startswith(IDLE) else ink(kind)})"
         rules.append(f".k{index}{{background:{shade};fill:{shade};color:{text}}}")
     return "\n".join(rules)
+
+
+def _dim(colour: str) -> str:
+    """Return a colour of the same hue for a dark page. Dark grey becomes light grey."""
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+    parts = colorsys.hls_to_rgb(hue, 0.6 if lightness < 0.35 else 0.3 * lightness + 0.06, 0.85 * saturation)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def _policy(script: str) -> str:

@@ -649,6 +649,8 @@ def _layer_tables(layers: _Layers, origin: Origin) -> list[Table]:
 
 
 def _trace(title: str, records: Sequence[RunRecord], name: str) -> Source:
+    named = title.removeprefix("chunkrt ").removeprefix("simulate ")  # as the commands write titles
+    title = ", ".join(short_name(model) for model in named.split(", "))
     groups = group_runs(records)
     results = [_prefills(group, title, name) for group in groups if not group.records[0].is_decode]
     return _source(

@@ -104,16 +104,21 @@ class Table:
 def _decimals(values: Sequence[Value], column: Column) -> int:
     if column.form == "share":
         return 1
-    numbers = [abs(value * column.scale) for value in values if isinstance(value, int | float)]
+    numbers = [abs(value * column.scale) for value in values if isinstance(value, int | float) and value]
     if all(isinstance(value, int) for value in values if value is not None) and column.scale == 1:
         return 0
-    return decimals_for(max(numbers, default=0.0))
+    return decimals_for(numbers)
 
 
-def decimals_for(largest: float) -> int:
-    """Return the number of decimals of figures, so that the largest one has five significant digits or fewer."""
-    digits = floor(log10(largest)) + 1 if largest > 0 else 1
-    return max(0, min(5 - digits, 3)) if digits > -1 else min(3 - digits, 12)
+def decimals_for(numbers: Sequence[float]) -> int:
+    """Return the number of decimals of figures: at most three, so that the largest has up to five significant digits
+    and the smallest at least three. Figures that are all below 0.1 have three significant digits.
+    """
+    known = [abs(number) for number in numbers if number]
+    if not known:
+        return 0
+    most, least = (floor(log10(number)) + 1 for number in (max(known), min(known)))
+    return min(3 - most, 12) if most < 0 else min(max(5 - most, 3 - least, 0), 3)
 
 
 def _cell(value: Value, column: Column, decimals: int, origin: Origin) -> Cell:

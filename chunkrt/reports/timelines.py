@@ -86,8 +86,10 @@ def _timeline(record: RunRecord, num_runs: int) -> Timeline:
     }
     data["texts"] = list(texts)
     runs = "" if num_runs == 1 else f" (the longest of {num_runs} runs)"
+    name, _, rest = picture.title.partition(": ")
+    choices = rest.partition(", ")[2]
     return Timeline(
-        title=picture.title + runs,
+        title=f"{name}{runs}, {choices}: {picture.milliseconds:,.{1 if picture.milliseconds >= 100 else 3}f} ms",
         origin=origin,
         data=data,
         kinds=picture.kinds,
