@@ -174,13 +174,14 @@ class Timeline {
         const [start, length, kind, , lane, lanes, count] = bar;
         if (start + length < this.from || start > this.to) return;
         const before = last[lane + "/" + lanes];
-        if (before && before.kind === kind && length * scale < NARROW
-            && (start - before.end) * scale < NARROW && (before.end - before.start) * scale < 2 * NARROW) {
+        if (before && (start + length - before.start) * scale < NARROW) {  // narrower than a pixel together
           before.end = Math.max(before.end, start + length);
           before.count += count;
+          before.times[kind] = (before.times[kind] ?? 0) + length;
+          before.kind = Object.keys(before.times).reduce((a, b) => before.times[b] > before.times[a] ? b : a);
           return;
         }
-        const made = {row, index, start, end: start + length, kind, lane, lanes, count};
+        const made = {row, index, start, end: start + length, kind, lane, lanes, count, times: {[kind]: length}};
         last[lane + "/" + lanes] = made;
         this.shown.push(made);
       });
@@ -232,7 +233,7 @@ class Timeline {
   describe(shown) {
     const {data} = this, bar = data.rows[shown.row].bars[shown.index];
     const place = bar[7] >= 0 ? data.texts[bar[7]] : data.rows[shown.row].name;
-    const name = shown.count > 1 ? `${shown.count} tasks, the first: ${data.texts[bar[3]]}` : data.texts[bar[3]];
+    const text = data.texts[bar[3]], name = shown.count > bar[6] ? `${shown.count} bars, the first: ${text}` : text;
     return `${name}\n${place}\nstart ${ms(shown.start)} ${data.mark}\nduration ${ms(shown.end - shown.start)} ${data.mark}\n${data.origin}`;
   }
 

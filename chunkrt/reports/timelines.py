@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ MOST_TIMELINES = 12
 """Maximum number of timelines of one source. The longest groups are drawn; tables cover all."""
 
 MOST_BARS = 60_000
-"""Maximum number of bars of one timeline. If there are more, adjacent bars of one kind in a row are joined."""
+"""Maximum number of bars of one timeline. If there are more, short adjacent bars of a row are joined."""
 
 KINDS = list(COLOURS)
 
@@ -53,14 +53,14 @@ def _timeline(record: RunRecord, num_runs: int) -> Timeline:
     total = sum(len(row.bars) for row in (*picture.workers, *picture.chunks, *picture.sequences))
     gap = 0.0
     rows = _panels(picture, gap)
-    while sum(len(bars) for _, _, bars in rows) > MOST_BARS:
+    while sum(len(bars) for _, _, bars in rows) > MOST_BARS and gap < picture.milliseconds:
         gap = 2 * gap or picture.milliseconds / MOST_BARS
         rows = _panels(picture, gap)
     note = ""
     if gap:
         note = (
-            f"The run has {total:,} bars. Adjacent bars of one kind that are shorter than {gap:.4g} ms, with gaps "
-            "shorter than that, are joined; a joined bar states the number of its tasks."
+            f"The run has {total:,} bars. Adjacent bars of a row that begin and end within {gap:.4g} ms are joined. A "
+            "joined bar has the colour of most of its time, and states the number of its bars."
         )
     texts: dict[str, int] = {}
     where = {
@@ -108,29 +108,40 @@ def _panels(picture: Picture, gap: float) -> list[tuple[str, str, list[Counted]]
         ("chunks", picture.chunks if len(picture.chunks) > 1 else ()),
         ("sequences", picture.sequences),
     )
-    return [(panel, row.name, list(_joined(row.bars, gap))) for panel, rows in panels for row in rows]
+    return [(panel, row.name, _joined(row.bars, gap)) for panel, rows in panels for row in rows]
 
 
-def _joined(bars: Iterable[Bar], gap: float) -> Iterable[Counted]:
-    """Yield bars; join a bar to the preceding one if both are short, close, and of one kind and lane."""
-    waiting: Bar | None = None
-    count = 0
+def _joined(bars: Sequence[Bar], gap: float) -> list[Counted]:
+    """Join the bars of a lane that begin and end within `gap` milliseconds. The kind with the most time remains."""
+    if not gap:
+        return [(bar, 1) for bar in bars]
+    found: list[Counted] = []
+    groups: dict[tuple[int, int], list[Bar]] = {}
+
+    def finish(group: list[Bar]) -> None:
+        times: dict[str, float] = {}
+        for bar in group:
+            times[bar.kind] = times.get(bar.kind, 0.0) + bar.end - bar.start
+        kind = max(times, key=lambda kind: times[kind])
+        text = group[0].text if len(group) == 1 else f"{len(group)} bars, mostly {LABELS[kind]}, "
+        end = max(bar.end for bar in group)
+        found.append((group[0]._replace(end=end, kind=kind, text=text), len(group)))
+
     for bar in bars:
-        if waiting is not None:
-            is_like = waiting[2:3] + waiting[4:] == bar[2:3] + bar[4:]
-            if gap and is_like and bar.start - waiting.end < gap and bar.end - waiting.start < 2 * gap:
-                waiting, count = waiting._replace(end=bar.end, text=LABELS[bar.kind]), count + 1
-                continue
-            yield waiting, count
-        waiting, count = bar, 1
-    if waiting is not None:
-        yield waiting, count
+        group = groups.setdefault(bar[4:], [])
+        if group and bar.end - group[0].start > gap:
+            finish(group)
+            group.clear()
+        group.append(bar)
+    for group in filter(None, groups.values()):
+        finish(group)
+    return sorted(found)
 
 
 def _data(bar: Bar, count: int, texts: dict[str, int], where: int, panel: str, row: str) -> list[int]:
     """Return a bar: start and duration in ns, kind, text, lane, lanes, number of tasks, and the processor's text."""
     start, end = round(bar.start * 1e6), round(bar.end * 1e6)
-    name = bar.text.rsplit(", ", 1)[0] if count == 1 and panel != "sequences" else bar.text
+    name = bar.text if count == 1 and panel == "sequences" else bar.text.rsplit(", ", 1)[0]
     text = texts.setdefault(name, len(texts))
     place = texts.setdefault(row, len(texts)) if panel == "workers" else where
     return [start, end - start, KINDS.index(bar.kind), text, bar.lane, bar.lanes, count, place]

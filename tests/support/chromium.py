@@ -23,12 +23,13 @@ class Page:
 
     def __init__(self, into, out):
         self._into, self._out, self._number, self._session = into, out, 0, None
-        self._rest = b""
+        self._rest, self._num_loaded = b"", 0
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(out, selectors.EVENT_READ)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.requests, self.errors = [], []
+        """Addresses that were requested, and errors of scripts and of the page's policy."""
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -60,6 +61,8 @@ class Page:
         parameters = event.get("params", {})
         if event.get("method") == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
+        elif event.get("method") == "Page.loadEventFired":
+            self._num_loaded += 1
         elif event.get("method") == "Runtime.exceptionThrown":
             self.errors.append(parameters["exceptionDetails"])
         elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
@@ -70,7 +73,8 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", url=path.absolute().as_uri())
+        with self.loading():
+            self.call("Page.navigate", url=path.absolute().as_uri())
         self.until("document.documentElement.dataset.ready === 'yes'")
 
     def value(self, expression):
@@ -81,9 +85,8 @@ class Page:
 
     def until(self, expression):
         """Wait until a JavaScript expression is true."""
-        end = time.monotonic() + SECONDS
-        while self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value") is not True:
-            assert time.monotonic() < end, f"never true: {expression}"
+        check = f"const check = () => ({expression}) ? done(true) : setTimeout(check, 10)"
+        assert self.value(f"new Promise(done => {{ {check}; check(); }})") is True
 
     def place(self, element):
         """Scroll an element into view, and return the coordinates of its middle."""
@@ -105,8 +108,17 @@ class Page:
 
     def press(self, key):
         """Press a key."""
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+        enter = {"code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"} if key == "Enter" else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **enter)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    @contextmanager
+    def loading(self):
+        """Wait at the end of the block until a page is loaded."""
+        before = self._num_loaded
+        yield
+        while self._num_loaded == before:
+            self._note(self._next())
 
     def picture(self, path):
         """Write a picture of the complete page."""
