@@ -28,6 +28,7 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes
+from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Origin, RunRecord, origin_of
 from chunkrt.runtime.trace.utilisation import utilisation
 
@@ -70,7 +71,7 @@ def setup_of(engine: Engine, model: str, records: Sequence[RunRecord]) -> dict[s
         "backend": engine.loaded.npu_backend.name,
         "scheme": engine.scheme.name,
         "chunk": engine.chunk_length,
-        "policy": engine.options.policy,
+        "policy": find_policy(engine.options.policy).name,
         "threads": engine.options.num_threads,
         "affinity": engine.options.affinity,
         "attention_math": engine.attention_math,

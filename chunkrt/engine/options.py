@@ -29,10 +29,10 @@ from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
-from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
+from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.executor import DecodeOn
-from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy, policy_names
+from chunkrt.runtime.policy import DEFAULT_POLICY, Policy, find_policy, policy_names
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
@@ -54,6 +54,10 @@ AttentionOn = Literal["auto", "cpu", "npu"]
 AttentionMathChoice = Literal["auto", AttentionMath]
 KeptWeights = Literal["both", "npu-only"]
 DEFAULT_NPU_WINDOW = "512"
+
+
+_NAME_OR_OBJECT = (lambda value: isinstance(value, str) or hasattr(value, "name"), "a name, or an object with a name")
+"""Allowed values of options that name a plug-in or hold an object of its kind."""
 
 
 def npu_choices() -> tuple[str, ...]:
@@ -118,8 +122,8 @@ class LoadOptions(TypedDict, total=False):
     rounding: Rounding | None
     ops: tuple[str, ...] | str | None
     chunk_length: int | None
-    policy: str
-    batcher: str
+    policy: str | Policy
+    batcher: str | Batcher
     decode_on: DecodeOn
     cache_memory: int | str | None
     prefix_cache: str | os.PathLike[str] | None
@@ -276,20 +280,22 @@ class EngineOptions:
         group="Execution",
         is_planned=True,
     )
-    policy: str = declared_option(
+    policy: str | Policy = declared_option(
         "--policy",
         "Scheduling policy, which selects the next task.",
         group="Execution",
         default=DEFAULT_POLICY,
         choices=policy_names,
+        must=_NAME_OR_OBJECT,
         check=find_policy,
     )
-    batcher: str = declared_option(
+    batcher: str | Batcher = declared_option(
         "--batcher",
         "Rule for putting rows of several sequences into a chunk.",
         group="Execution",
         default=DEFAULT_BATCHER,
         choices=batcher_names,
+        must=_NAME_OR_OBJECT,
         check=find_batcher,
     )
     decode_on: DecodeOn = declared_option(
@@ -552,6 +558,11 @@ class EngineOptions:
         given = {name: getattr(self, name) for name in DECLARED}
         texts = [f"{name}={value!r:.80}" for name, value in given.items() if value != DECLARED[name][1]]
         return f"EngineOptions({', '.join(texts)})"
+
+    def comparable(self) -> dict[str, Any]:
+        """Return all fields, with names in place of objects, so that ranks can compare their options."""
+        objects = {"policy": find_policy(self.policy).name, "batcher": find_batcher(self.batcher).name}
+        return vars(self) | objects
 
     def _check_npu_only(self) -> None:
         if self.weights == "npu-only":

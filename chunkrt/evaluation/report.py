@@ -14,6 +14,7 @@ from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
 from chunkrt.evaluation.scored_items import Accuracy
 from chunkrt.evaluation.text import TextFigures
+from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Origin
 
 Figures = TypeVar("Figures")
@@ -43,7 +44,7 @@ class EvaluationRun:
             npu=engine.loaded.npu_backend.name,
             cpu=engine.loaded.cpu_backend.name,
             chunk=engine.chunk_length,
-            policy=engine.options.policy,
+            policy=find_policy(engine.options.policy).name,
             threads=engine.options.num_threads,
             origin=origin_with(engine.loaded.npu_backend),
         )

@@ -15,10 +15,10 @@ import numpy as np
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
-from chunkrt.runtime.batcher import DEFAULT_BATCHER, find_batcher
+from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.executor import DecodeOn, parting_step
-from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.runtime.record import ChunkRecord, RunRecord
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
@@ -110,9 +110,9 @@ def simulate_serving(
     *,
     sessions: int,
     chunk_length: int,
-    policy: str,
+    policy: str | Policy,
     scheme: str | Scheme,
-    batcher: str = DEFAULT_BATCHER,
+    batcher: str | Batcher = DEFAULT_BATCHER,
     decode_on: DecodeOn = "auto",
     chunks_in_flight: int | None = None,
     threads: int | None = None,
@@ -125,9 +125,9 @@ def simulate_serving(
         load: the requests.
         sessions: number of requests that are admitted at once, at least 1; further requests wait.
         chunk_length: number of tokens of a chunk, 1 to the plan's context.
-        policy: name of the order of tasks.
+        policy: the order of tasks, or its name.
         scheme: quantisation of linears, by name or fixed by a checkpoint.
-        batcher: name of the rule that picks the rows of a chunk.
+        batcher: the rule that picks the rows of a chunk, or its name.
         decode_on: processor of single tokens if an NPU exists: the CPU alone, the NPU with the CPU, or the one that is
             expected to be faster for all waiting sequences.
         chunks_in_flight: maximum number if an NPU exists, at least 1; by default the executor's. Without an NPU, and
@@ -182,17 +182,16 @@ def serve(
     costs: ServingCosts,
     load: Load,
     *,
-    batcher: str,
-    policy: str,
+    batcher: str | Batcher,
+    policy: str | Policy,
     chunk_length: int,
     sessions: int,
     chunks_in_flight: int,
     step: int = 1,
 ) -> Serving:
     """Serve requests with given costs; see `simulate_serving`."""
-    schedule = Schedule(
-        costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=find_policy(policy)
-    )
+    order, rule = find_policy(policy), find_batcher(batcher)
+    schedule = Schedule(costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=order)
     ways: list[str] = []
     """The way of every chunk through the decoder."""
 
@@ -215,7 +214,7 @@ def serve(
     server = Server(
         schedule,
         load.requests,
-        find_batcher(batcher),
+        rule,
         chunk_length=chunk_length,
         most_sessions=sessions,
         most_in_flight=chunks_in_flight,
@@ -236,8 +235,8 @@ def serve(
     return Serving(
         device="",
         scheme="",
-        policy=policy,
-        batcher=batcher,
+        policy=order.name,
+        batcher=rule.name,
         decode_on="auto",
         sessions=sessions,
         chunk_length=chunk_length,
@@ -260,7 +259,7 @@ def serve(
         padding=1 - sum(padded) / (len(padded) * chunk_length) if padded else None,
         busy={p.name: _busy_ns(p, events) / (1e9 * seconds * p.workers) for p in costs.processors},
         records=lambda: serving_records(
-            costs, server, events, ways, policy=policy, chunk_length=chunk_length, chunks_in_flight=chunks_in_flight
+            costs, server, events, ways, policy=order.name, chunk_length=chunk_length, chunks_in_flight=chunks_in_flight
         ),
     )
 
