@@ -26,7 +26,7 @@ from chunkrt.engine.declaration import (
     word_or_path,
 )
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.graph.placement import Placement, check_placement
+from chunkrt.graph.placement import Placed, Placement, check_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, batcher_names, find_batcher
@@ -54,6 +54,12 @@ AttentionOn = Literal["auto", "cpu", "npu"]
 AttentionMathChoice = Literal["auto", AttentionMath]
 KeptWeights = Literal["both", "npu-only"]
 DEFAULT_NPU_WINDOW = "512"
+
+
+def _placement(name: str, value: Any) -> Any:
+    """Return a path as a Path, and a placement or a module tree as a mapping."""
+    found = path(name, value)
+    return found if isinstance(found, Path) else check_placement(found, name)
 
 
 _NAME_OR_OBJECT = (lambda value: isinstance(value, str) or hasattr(value, "name"), "a name, or an object with a name")
@@ -134,7 +140,7 @@ class LoadOptions(TypedDict, total=False):
     threads: int | None
     affinity: str
     context_length: int | None
-    placement: str | os.PathLike[str] | Placement | None
+    placement: str | os.PathLike[str] | Placement | Placed | None
     npu_strict: bool
     attention: AttentionOn
     attention_math: AttentionMathChoice
@@ -387,7 +393,7 @@ class EngineOptions:
         group="Devices",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
         is_planned=True,
-        reads=path,
+        reads=_placement,
     )
     npu_strict: bool = declared_option(
         "--npu-strict/--no-npu-strict",

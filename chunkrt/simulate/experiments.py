@@ -46,7 +46,7 @@ from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import Progress, locked, remove
-from chunkrt.graph.placement import Placement, check_placement
+from chunkrt.graph.placement import Placed, Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.html_tables import html_table
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
@@ -422,7 +422,7 @@ def experiment(
     policies: Iterable[str | Policy],
     schemes: Iterable[str],
     prompt_lengths: Iterable[int],
-    placements: Iterable[Placement] | Mapping[str, Placement] = ({},),
+    placements: Iterable[Placement | Placed] | Mapping[str, Placement | Placed] = ({},),
     attentions: Iterable[str] = ("cpu",),
     shadow: str | None = None,
     chunks_in_flight: Iterable[int | None] = (None,),
@@ -441,8 +441,8 @@ def experiment(
         policies: policies, or their names. Worker processes need policies that can be pickled.
         schemes: names of schemes.
         prompt_lengths: numbers of tokens, 1 to the model's context.
-        placements: devices by patterns of module paths, as a list or by names; by default every module is on its
-            default device.
+        placements: devices by patterns of module paths, or trees of `chunkrt.graph.load_module`; as a list or by
+            names. By default every module is on its default device.
         attentions: processor of attention over caches: "cpu"; "npu", for chunks with at most the default window's
             tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048".
         shadow: patterns of 8-bit linears with shadows, separated by commas, or "all", as in `chunkrt.load`; the schemes

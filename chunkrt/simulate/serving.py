@@ -14,6 +14,7 @@ import numpy as np
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan
+from chunkrt.html_tables import html_table
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
@@ -95,6 +96,21 @@ class Serving:
             f"{self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} generated tokens/s, time to "
             f"first token {first.p50:.1f} ms (p50), {first.p95:.1f} ms (p95))"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the times of requests, with the rates as its caption."""
+        spreads = (
+            ("time to first token, ms", self.time_to_first_token_ms),
+            ("queued, ms", self.queue_ms),
+            ("gap between tokens, ms", self.gap_ms),
+        )
+        rows = [(name, *(f"{value:.1f}" for value in spread)) for name, spread in spreads if spread is not None]
+        caption = (
+            f"predicted: {self.requests} requests on {self.device}, {self.scheme}, batcher {self.batcher}, chunks of "
+            f"{self.chunk_length}: {self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} new "
+            "tokens/s"
+        )
+        return html_table(caption, ("", "mean", "median", "95th percentile"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all statistics except the records, for JSON."""

@@ -13,6 +13,7 @@ from chunkrt.backends.base import Passage
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import MOST_RANKS, Plan
+from chunkrt.html_tables import html_table
 from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
@@ -21,7 +22,7 @@ from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent, with_link
-from chunkrt.runtime.trace.idle import Cause, where_time_went
+from chunkrt.runtime.trace.idle import CAUSES, Cause, where_time_went
 from chunkrt.runtime.trace.utilisation import Utilisation, link_time, utilisation
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
@@ -110,6 +111,21 @@ class Simulation:
             f"first token, {self.tokens_per_s:.1f} tokens/s, NPU {self.npu_busy:.0%} and CPU {self.cpu_busy:.0%} busy, "
             f"{self.peak_memory_bytes / 2**20:.0f} MiB)"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table with a column for each processor, and rows for its busy time and each cause of idleness."""
+        causes = [cause for cause in CAUSES if any(cause in shares.idle for shares in self.processors.values())]
+        rows = [("busy", *(f"{shares.busy:.1%}" for shares in self.processors.values()))]
+        for cause in causes:
+            idle = (shares.idle.get(cause, 0.0) for shares in self.processors.values())
+            rows.append((f"idle: {CAUSES[cause]}", *(f"{share:.1%}" for share in idle)))
+        energy = "" if self.energy_joules is None else f", {self.energy_joules:.2f} J"
+        caption = (
+            f"predicted: {self.prompt_length} tokens on {self.device}, {self.scheme}, policy {self.policy}, chunks of "
+            f"{self.chunk_length}: {self.time_to_first_token_ms:.1f} ms to the first token, {self.tokens_per_s:.1f} "
+            f"tokens/s, {self.peak_memory_bytes / 1e6:.0f} MB{energy}"
+        )
+        return html_table(caption, ("", *(name.upper() for name in self.processors)), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields except the records, for JSON."""
