@@ -37,7 +37,7 @@ def fronts(results: Sequence[Result]) -> tuple[list[Chart], str]:
     for (model, place, length), members in list(groups.items())[:MOST_FRONTS]:
         own = [results[index] for index in members]
         prompt = "" if length is None else f", {length} tokens"
-        title = f"{short_name(model)} on {place}{prompt}"
+        title = f"{short_name(model) or 'a model'} on {place}{prompt}"
         charts.append(Chart(title=title, svg=_front(own, "memory, MB", lambda r: (r.memory_bytes or 0) / 1e6)))
         if all(result.energy_joules is not None for result in own):
             charts.append(Chart(title=title, svg=_front(own, "energy, J", lambda r: r.energy_joules or 0.0)))
@@ -66,7 +66,7 @@ def describe(result: Result, results: Sequence[Result]) -> str:
         for name, text in parts
         if getattr(result, name) not in (None, "") and len({getattr(other, name) for other in results}) > 1
     ]
-    always = f"{short_name(result.model)} on {result.place or 'this machine'}"
+    always = f"{short_name(result.model) or short_name(result.source)} on {result.place or 'this machine'}"
     return ", ".join([*varying, *([result.mark] if result.mark else [])]) or always
 
 

@@ -56,7 +56,7 @@ def page_of(sources: Sequence[Source], title: str) -> str:
     quality = Table(caption="Evaluations", columns=QUALITY, rows=evaluations).narrowed() if evaluations else None
     parts = [part for number, source in enumerate(sources) if (part := _part(number, source)) is not None]
     charts, fronts_note = fronts(results)
-    sections = [("sources", "Files")]
+    sections = [("sources", "Sources")]
     of_rates = rates(results)
     sections += [("rates", "Prefill rates")] if of_rates else []
     sections += [("fronts", "Pareto fronts")] if charts else []
@@ -98,7 +98,7 @@ def _for_template(part: _Part) -> dict[str, Any]:
 
 
 def _overview(sources: Sequence[Source]) -> Table:
-    columns = [Column(name=name, form="text") for name in ("file", "kind", "model")]
+    columns = [Column(name=name, form="text") for name in ("source", "kind", "model")]
     columns += [Column(name="runs or rows", form="setting"), Column(name="origin", form="text")]
     rows = [
         Row(
@@ -107,7 +107,7 @@ def _overview(sources: Sequence[Source]) -> Table:
         )
         for source in sources
     ]
-    return Table(caption="Files of this report", columns=columns, rows=rows)
+    return Table(caption="Sources of this report", columns=columns, rows=rows)
 
 
 def _part(number: int, source: Source) -> _Part | None:

@@ -45,7 +45,7 @@ class Result:
 
 
 COLUMNS = (
-    Column(name="file", form="text"),
+    Column(name="source", form="text"),
     Column(name="model", form="text"),
     Column(name="device", form="text"),
     Column(name="scheme", form="text"),

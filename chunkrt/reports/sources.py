@@ -79,11 +79,11 @@ def source_of(given: Given, name: str | None = None) -> Source:
         if len(rows) == len(items):
             return _experiment([asdict(row) for row in rows], name or "experiment")
         if len(simulations) == len(items):
-            data = [{"model": name or "", **simulation.to_dict()} for simulation in simulations]
+            data = [{"model": "", **simulation.to_dict()} for simulation in simulations]
             of_prompts = [record for simulation in simulations for record in simulation.records]
             return replace(_simulations(data, name or "simulation"), groups=group_runs(of_prompts), records=of_prompts)
         if len(records) == len(items):
-            return _trace(name or "", records, name or "records")
+            return _trace("", records, name or "records", kind="records")
     raise ConfigError(
         f"{name or 'a source'} is {given!r:.80}, expected a path, rows of an experiment, simulations, or records of "
         "runs; at least one"
@@ -585,7 +585,7 @@ class _Evaluation(msgspec.Struct, kw_only=True):
 
 
 QUALITY = [
-    *_texts("file", "model", "scheme", "backend", "text"),
+    *_texts("source", "model", "scheme", "backend", "text"),
     *_settings("tokens"),
     *_figures("perplexity", "base perplexity", "perplexity ratio", "mean KL, nats", "99 % of KL below, nats"),
     *_figures("largest KL, nats"),
@@ -648,14 +648,14 @@ def _layer_tables(layers: _Layers, origin: Origin) -> list[Table]:
     ]
 
 
-def _trace(title: str, records: Sequence[RunRecord], name: str) -> Source:
+def _trace(title: str, records: Sequence[RunRecord], name: str, *, kind: str = "trace") -> Source:
     named = title.removeprefix("chunkrt ").removeprefix("simulate ")  # as the commands write titles
     title = ", ".join(short_name(model) for model in named.split(", "))
     groups = group_runs(records)
     results = [_prefills(group, title, name) for group in groups if not group.records[0].is_decode]
     return _source(
         name,
-        "trace",
+        kind,
         [title],
         (record.pipeline.origin for record in records),
         results=[result for result in results if result is not None],

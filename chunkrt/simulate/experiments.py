@@ -208,6 +208,7 @@ class Rows(list[GridRow]):
             raise ConfigError(f"no row has the figures {x!r} and {y!r}")
         panel = Panel(x.replace("_", " "), y.replace("_", " "), lines, values)
         models, devices = ({getattr(row, name) for row in self} for name in ("model", "device"))
+        models = {Path(model).name if Path(model).exists() else model for model in models}
         draw_panels([panel], Path(path), f"{', '.join(sorted(models))} on {', '.join(sorted(devices))}, simulated")
 
     def __repr__(self) -> str:

@@ -150,8 +150,8 @@ def test_report_shows_figures_of_every_kind_of_file_with_their_origin(made, repo
     )
     runs = (bench, both, predicted, grid, quality, tuned, served, "trace.json", "predicted.json", "rows.jsonl")
     page = report(*runs)
-    overview = page.table("Files")
-    assert [cell.text for cell in overview.column("file")] == list(runs)
+    overview = page.table("Sources")
+    assert [cell.text for cell in overview.column("source")] == list(runs)
     measured = {"bench.json", "parallel.json", "eval.json", "trace.json"}
     assert {row[0].text for row in overview.rows if row[-1].text == "measured"} == measured
     assert {row[-1].text for row in overview.rows} == {"measured", "predicted"}
@@ -159,7 +159,7 @@ def test_report_shows_figures_of_every_kind_of_file_with_their_origin(made, repo
     prefills = page.table("Prefills")
     (row,) = json.loads((folder / "sim.json").read_text())
     for name, key in (("time to first token, ms", "time_to_first_token_ms"), ("tokens/s", "tokens_per_s")):
-        cells = dict(zip([cell.text for cell in prefills.column("file")], prefills.column(name), strict=True))
+        cells = dict(zip([cell.text for cell in prefills.column("source")], prefills.column(name), strict=True))
         assert float(cells["sim.json"].key) == row[key]
         assert (cells["sim.json"].mark, cells["bench.json"].mark) == ("P", "M")
     assert len(prefills.rows) == 1 + 1 + 8 + len(json.loads((folder / "tune.json").read_text())["choices"]) + 1 + 1 + 8
@@ -341,7 +341,7 @@ def test_report_takes_objects_and_names_them(folder):
         session.prefill([1, 2, 3])
     chunkrt.report({"predicted": rows, "this machine": records}, folder / "report.html")
     page = Page(folder / "report.html")
-    assert [cell.text for cell in page.table("Prefills").column("file")] == ["predicted"] * 2 + ["this machine"]
+    assert [cell.text for cell in page.table("Prefills").column("source")] == ["predicted"] * 2 + ["this machine"]
     assert [cell.mark for cell in page.table("Prefills").column("tokens/s")] == ["P", "P", "M"]
     for wrong in ([], [3], [[]], "run.json", [[3, 4]]):
         with pytest.raises(chunkrt.ChunkrtError, match="source"):
