@@ -65,11 +65,12 @@ class Shape:
         from chunkrt.graph.partition import cut_shadowed, partition, place
 
         decoder = self.decoder(ranks)
+        defaults = {module.path: module.device for module in decoder.modules()}
         place(decoder, placement or {})
         graph = trace(decoder)
         if is_shadowed is not None:
             cut_shadowed(graph, is_shadowed)
-        return partition(graph, family="llama")
+        return partition(graph, family="llama", defaults=defaults)
 
     def decoder(self, ranks: Ranks = ALONE) -> Module:
         """Return the module tree of this decoder. Raises ConfigError if a linear cannot be shared among the ranks."""
