@@ -190,7 +190,7 @@ class Timeline {
         const left = LABELS + Math.max(0, (start - this.from) * scale);
         const right = LABELS + Math.min((end - this.from) * scale, this.width - LABELS);
         rects += `<rect data-i="${first}" class="k${kind}" x="${left.toFixed(2)}" y="${(y + height * lane / lanes).toFixed(1)}"`
-          + ` width="${Math.max(0.3, right - left).toFixed(2)}" height="${(height / lanes).toFixed(1)}"/>`;
+          + ` width="${(right - left < 2 ? right - left + 0.35 : right - left).toFixed(2)}" height="${(height / lanes).toFixed(1)}"/>`;
       }
       y += whole;
     });
@@ -224,7 +224,7 @@ class Timeline {
       const x = LABELS + (tick - this.from) * scale;
       const isEnd = x > this.width - 40;
       const text = element("text", {x: isEnd ? this.width : x, y: y + 16, class: isEnd ? "end" : "mid"});
-      text.textContent = `${Number((tick / 1e6).toPrecision(12))} ms`;
+      text.textContent = `${Number((tick / 1e6).toPrecision(12)).toLocaleString("en", {maximumFractionDigits: 9})} ms`;
       made.push(element("path", {class: "axis", d: `M${x.toFixed(1)} ${y}v4`}), text);
     }
     return made;

@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from chunkrt import __version__
 from chunkrt.reports.charts import fronts, rates
+from chunkrt.reports.formats import QUALITY, Source
 from chunkrt.reports.results import results_table, short_name
-from chunkrt.reports.sources import QUALITY, Source
 from chunkrt.reports.tables import MARKS, MEANINGS, Column, Row, Table
 from chunkrt.reports.timelines import (
     KINDS,
