@@ -44,7 +44,7 @@ def window(tmp_path_factory):
 
 @pytest.fixture
 def page(window, report):
-    """Open the report anew, and check at the end that nothing failed and nothing else was loaded."""
+    """Open the report again, and check at the end that no script failed and that only the report was loaded."""
     window.open(report)
     yield window
     assert not window.errors
