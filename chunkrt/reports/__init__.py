@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable, written_aside
+from chunkrt.reports.formats import Source
 from chunkrt.reports.page import page_of
-from chunkrt.reports.sources import source_of
+from chunkrt.reports.sources import Given, source_of
 
 __all__ = ["report"]
 
 
 def report(
-    sources: Mapping[str, Any] | Iterable[Any], output: str | os.PathLike[str], *, title: str = "chunkrt report"
+    sources: Mapping[str, Given] | Iterable[Given], output: str | os.PathLike[str], *, title: str = "chunkrt report"
 ) -> None:
     """Write one HTML page about runs, measured or predicted. The page needs no other file.
 
@@ -34,8 +34,11 @@ def report(
     check_page(path)
     if isinstance(sources, str | os.PathLike):
         raise ConfigError(f"sources is {sources!r:.80}, expected a list; put it in brackets")
-    named = sources.items() if isinstance(sources, Mapping) else ((None, source) for source in sources)
-    found = [source_of(source, name) for name, source in named]
+    found: list[Source] = []
+    if isinstance(sources, Mapping):
+        found += [source_of(source, name) for name, source in sources.items()]
+    else:
+        found += [source_of(source) for source in sources]
     if not found:
         raise ConfigError("a report needs at least one source; name a file")
     page = page_of(found, title)

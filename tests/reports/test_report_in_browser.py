@@ -9,7 +9,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.simulate import find_device, find_shape, simulate
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")
+pytestmark = pytest.mark.skipif(not PROGRAM, reason="Chromium and bash are not installed")
 
 COLUMN = "[...document.querySelectorAll('#prefills th')].findIndex(th => th.textContent === {name!r})"
 HEAD = "document.querySelectorAll('#prefills th')[" + COLUMN + "].firstElementChild"

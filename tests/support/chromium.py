@@ -10,10 +10,12 @@ import os
 import selectors
 import shutil
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HAS_PIPES = sys.platform != "win32" and shutil.which("bash") is not None
+PROGRAM = HAS_PIPES and next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SECONDS = 60
 """Time limit of each wait, which only a hanging browser reaches."""
 
@@ -151,7 +153,11 @@ def browser(folder):
     try:
         yield Page(into, out)
     finally:
+        os.close(into)  # the browser ends
         process.terminate()
-        process.wait()
-        os.close(into)
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         os.close(out)
