@@ -22,6 +22,10 @@ MEANINGS: dict[Origin, str] = {
 }
 
 
+MOST_COLUMNS_OF_ONE_ROW = 12
+"""Number of columns up to which a table of one row keeps its texts and settings as columns."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Column:
     """A column of a table.
@@ -70,13 +74,16 @@ class Table:
     common: Sequence[tuple[str, str]] = field(default=())
 
     def narrowed(self) -> Table:
-        """Return the table without empty columns, and without columns of texts and settings that do not vary."""
+        """Return the table without empty columns, and without columns of texts and settings that do not vary. A narrow
+        table of one row keeps its columns.
+        """
         kept, common = [], []
         for index, column in enumerate(self.columns):
             values = {row.values[index] for row in self.rows}
             if values <= {None, ""}:
                 continue
-            if len(self.rows) > 1 and len(values) == 1 and not column.is_figure:
+            is_wide = len(self.columns) > MOST_COLUMNS_OF_ONE_ROW
+            if (len(self.rows) > 1 or is_wide) and len(values) == 1 and not column.is_figure:
                 common.append((column.name, str(next(iter(values)))))
             else:
                 kept.append(index)
