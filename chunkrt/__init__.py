@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from chunkrt.runtime.record import RunRecord
     from chunkrt.simulate.experiments import experiment
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ChunkrtError",
     "Engine",

@@ -26,7 +26,7 @@ from chunkrt.engine.declaration import (
     word_or_path,
 )
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.graph.placement import Placed, Placement, check_placement
+from chunkrt.graph.placement import LAYERS, Placed, Placement, check_placement, layers_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, batcher_names, find_batcher
@@ -56,12 +56,6 @@ KeptWeights = Literal["both", "npu-only"]
 DEFAULT_NPU_WINDOW = "512"
 
 
-def _placement(name: str, value: Any) -> Any:
-    """Return a path as a Path, and a placement or a module tree as a mapping."""
-    found = path(name, value)
-    return found if isinstance(found, Path) else check_placement(found, name)
-
-
 _NAME_OR_OBJECT = (lambda value: isinstance(value, str) or hasattr(value, "name"), "a name, or an object with a name")
 """Allowed values of options that name a plug-in or hold an object of its kind."""
 
@@ -83,6 +77,14 @@ def _check_threads(number: int) -> None:
 
 MOST_DIGITS = 18
 """Longest number that an option takes, well within Python's own limit for text."""
+
+
+def _placement(name: str, value: Any) -> Any:
+    """Return a list of layers and a module tree as a placement, a path as a Path, and other values unchanged."""
+    if isinstance(value, str | os.PathLike):
+        is_list = os.fspath(value).startswith(LAYERS)
+        return layers_placement(os.fspath(value)) if is_list else path(name, value)
+    return check_placement(value, name)
 
 
 def _windows(value: object) -> tuple[int, ...]:
@@ -389,7 +391,7 @@ class EngineOptions:
     )
     placement: Path | Placement | None = declared_option(
         "--place",
-        "TOML file that assigns modules to devices.",
+        "TOML file that assigns modules to devices; or layers=N,N,... to put only these decoder layers on the NPU.",
         group="Devices",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
         is_planned=True,

@@ -5,6 +5,8 @@ all modules below them; later lines take precedence:
 
     "model.layers.*.mlp.down_proj" = "cpu"
     "lm_head" = "npu"
+
+The text "layers=0,15" is a placement of these decoder layers on the NPU and all others on the CPU.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class Placed(Protocol):
 
 ALL_ON_CPU: Placement = {"": "cpu"}
 
+LAYERS = "layers="
+"""Prefix of a text that lists the decoder layers for the NPU."""
+
 
 def read_placement(path: Path) -> Placement:
     """Read a placement file.
@@ -45,6 +50,14 @@ def read_placement(path: Path) -> Placement:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the placement file {path}: {cause_of(error)}") from error
     return check_placement(placement, str(path))
+
+
+def layers_placement(text: str) -> Placement:
+    """Return the placement of a text that begins with LAYERS. Raise ConfigError unless numbers follow."""
+    numbers = text.removeprefix(LAYERS).split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        raise ConfigError(f"the placement is {text!r}, expected numbers of layers, as in layers=0,15")
+    return {"model.layers.*": "cpu", **{f"model.layers.{int(number)}": "npu" for number in numbers}}
 
 
 def check_placement(placement: Any, where: str) -> Placement:
