@@ -131,11 +131,15 @@ def _trace(title: str, records: Sequence[RunRecord], name: str, *, kind: str = "
 
 
 def _prefills(group: Group, title: str, name: str) -> Result | None:
-    """Return the mean of the prefills of one length; None if they shared chunks or took no time."""
-    first, wall_ns = group.records[0], group.wall_ns
-    if first.chunks or not wall_ns:
+    """Return the mean of the prefills of one length that begin at position 0; None if there are none, or if they shared
+    chunks or took no time.
+    """
+    records = [record for record in group.records if not (record.position or record.chunks)]
+    wall_ns = sum(record.end_ns - record.start_ns for record in records)
+    if not wall_ns:
         return None
-    pipeline, runs = first.pipeline, len(group.records)
+    first, runs = records[0], len(records)
+    pipeline = first.pipeline
     busy = utilisation(first.events, pipeline.stages) if runs == 1 else None
     has_npu = any(processor.devices == {"npu"} for processor in pipeline.processors)
     processors = [processor for processor in pipeline.processors if processor.name != "link"]

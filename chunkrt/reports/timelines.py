@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunkrt.reports.tables import MARKS, Column, Row, Table
+from chunkrt.reports.tables import MARKS, Column, Row, Table, Value
 from chunkrt.runtime.record import WORKS, Origin, RunRecord, origin_of
 from chunkrt.runtime.trace.groups import Group, shares
 from chunkrt.runtime.trace.idle import CAUSES
@@ -86,13 +86,14 @@ def _timeline(record: RunRecord, num_runs: int) -> Timeline:
     }
     data["texts"] = list(texts)
     runs = "" if num_runs == 1 else f" (the longest of {num_runs} runs)"
+    drawn = {bar.kind for row in (*picture.workers, *picture.sequences) for bar in row.bars}
     name, _, rest = picture.title.partition(": ")
     choices = rest.partition(", ")[2]
     return Timeline(
         title=f"{name}{runs}, {choices}: {picture.milliseconds:,.{1 if picture.milliseconds >= 100 else 3}f} ms",
         origin=origin,
         data=data,
-        kinds=picture.kinds,
+        kinds=[kind for kind in KINDS if kind in drawn],
         note=note,
     )
 
@@ -148,7 +149,9 @@ def _data(bar: Bar, count: int, texts: dict[str, int], where: int, panel: str, r
 
 
 def times_table(groups: Sequence[Group]) -> Table:
-    """Return the breakdown of the time of each group and processor, in percent of the processor's time."""
+    """Return the breakdown of the time of each group and processor, in percent of the processor's time. The workers of
+    the link between ranks are combined.
+    """
     columns = [
         Column(name="runs", form="text"),
         Column(name="processor", form="text"),
@@ -158,19 +161,37 @@ def times_table(groups: Sequence[Group]) -> Table:
         Column(name="busy", form="share"),
         *(Column(name="embedding, LM head" if work == "embedding" else work, form="share") for work in WORKS),
         *(Column(name=f"idle: {meaning}", form="share") for meaning in CAUSES.values()),
+        Column(name="sums hidden by other work", form="share"),
+        Column(name="sums not hidden", form="share"),
     ]
     rows = []
     for group in groups:
         for time in group.processors:
+            settings: list[Value] = [group.name, time.name.upper(), time.workers, len(group.records)]
+            settings.append(group.wall_ns / 1e6)
+            if time.name == "link":
+                hidden, bare = _sums(group)
+                nothing = [None] * (len(WORKS) + len(CAUSES))
+                settings[2] = None  # its workers only wait
+                rows.append(
+                    Row(origin=origin_of(group.records), values=(*settings, hidden + bare, *nothing, hidden, bare))
+                )
+                continue
             parts = shares(time)
             works = [100 * time.busy_ns[work] / time.total_ns if time.busy_ns.get(work) else None for work in WORKS]
             percents = [parts["busy"], *works, *(parts[cause] or None for cause in CAUSES)]
             values = [None if percent is None else percent / 100 for percent in percents]
-            name = f"{time.name.upper()}"
-            settings = (group.name, name, time.workers, len(group.records), group.wall_ns / 1e6)
-            rows.append(Row(origin=origin_of(group.records), values=(*settings, *values)))
+            rows.append(Row(origin=origin_of(group.records), values=(*settings, *values, None, None)))
     caption = "Time of each processor, and causes of its idle time"
     return Table(caption=caption, columns=columns, rows=rows).narrowed()
+
+
+def _sums(group: Group) -> tuple[float, float]:
+    """Return the shares of a group's time in which sums over ranks were in progress: with other work, and without."""
+    link = group.link
+    if link is None or not group.wall_ns:
+        return 0.0, 0.0
+    return link.hidden_ns / group.wall_ns, (link.busy_ns - link.hidden_ns) / group.wall_ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +207,12 @@ def share_bars(groups: Sequence[Group]) -> list[ShareBar]:
     found = []
     for group in groups:
         for time in group.processors:
-            if time.name == "link" or not time.total_ns:
+            if not time.total_ns:
+                continue
+            if time.name == "link":
+                sums = zip(("sums", "bare sums"), _sums(group), strict=True)
+                of_link = [(kind, 100 * share) for kind, share in sums if share]
+                found.append(ShareBar(name=f"{group.name}, LINK", parts=of_link))
                 continue
             parts: list[tuple[str, int]] = [(work, time.busy_ns.get(work, 0)) for work in WORKS]
             parts += [(IDLE + cause, time.idle_ns.get(cause, 0)) for cause in CAUSES]

@@ -369,3 +369,15 @@ def test_files_of_an_emulated_npu_say_so(made, report):
     marks = dict(zip([c.text for c in tests.column("test")], [c.mark for c in tests.column("tokens/s")], strict=True))
     assert marks == {"pp8": "E", "tg1": "M"}  # single tokens run on the CPU
     assert {cell.mark for cell in page.table("Prefills").column("tokens/s")} == {"E"}
+
+
+def test_report_combines_the_workers_of_the_link_as_trace_does(command, made, report):
+    ranks = ("--ranks", 2, "--link", "1GbE", "--trace", "trace.json")
+    made("sim.json", "simulate", "qwen2.5-0.5b", "--device", "sdxelite", "-p", 64, "--chunk", 32, *ranks)
+    (group,) = json.loads(command("trace", "trace.json", "--json").out)["groups"]
+    page = report("sim.json", "trace.json")
+    times = page.table("Time of each processor")
+    cells = dict(zip(times.heads, times.rows[[row[0].text for row in times.rows].index("LINK")], strict=True))
+    busy = 100 * group["link"]["busy_ns"] / group["wall_ns"]
+    assert float(cells["busy"].key) == pytest.approx(busy)
+    assert float(cells["sums hidden by other work"].key) == pytest.approx(busy * group["link"]["hidden"])
