@@ -35,7 +35,7 @@ def test_load_signature_names_every_option_with_its_type():
         kinds = set(typing.get_args(kind))
         expected = kinds - {Path} | {str, os.PathLike[str]} if Path in kinds else kinds | {str} if is_size else None
         if name == "placement":
-            expected |= {Placed}  # which is stored as its placement
+            expected |= {Placed}  # a module tree, of which the placement is stored
         assert taken[name] == kind if expected is None else set(typing.get_args(taken[name])) == expected, name
     parameters = inspect.signature(chunkrt.load).parameters
     assert list(parameters) == ["model", "progress", "communicator", *fields]
