@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_toml
@@ -22,6 +22,16 @@ from chunkrt.graph.plan import Place
 
 Placement = Mapping[str, Place]
 """Devices by pattern of module paths; the pattern "" matches the complete decoder."""
+
+
+class Placed(Protocol):
+    """An object with a placement, such as a tree of `chunkrt.graph.load_module`."""
+
+    @property
+    def placement(self) -> Placement:
+        """Devices by pattern of module paths."""
+        ...
+
 
 ALL_ON_CPU: Placement = {"": "cpu"}
 
@@ -54,12 +64,14 @@ def check_placement(placement: Any, where: str) -> Placement:
     """Validate an untrusted placement and return it.
 
     Args:
-        placement: the object from the file or the argument.
+        placement: the object from the file or the argument; or a module tree, whose placement is returned.
         where: the file or the argument, for messages.
 
     Raises:
         ConfigError: the placement is not a mapping of patterns to devices.
     """
+    if not isinstance(placement, Mapping):
+        placement = getattr(placement, "placement", placement)  # a module tree
     if not isinstance(placement, Mapping):
         raise ConfigError(f"{where} holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
     for pattern, device in placement.items():
