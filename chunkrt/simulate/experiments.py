@@ -59,7 +59,7 @@ from chunkrt.simulate.models import is_weightless, plan_weightless
 
 T = TypeVar("T")
 
-ROWS_FORMAT = 1
+ROWS_FORMAT = 2
 """Version of the file of rows, raised when rows have other fields or simulations other results."""
 
 POINTS_OF_A_WORKER = 100
