@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import MAIN_SUFFIX, SHADOW_OP, Node, Place, Plan, Rows, Subgraph, read_only_caches
-from chunkrt.graph.static_attention import HEAD_NORM_OP, can_be_static
+from chunkrt.graph.static_attention import HEAD_NORM_OP, can_be_static, static_slots
 from chunkrt.quant.scheme import Scheme
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.work import ChunkWork, ModelledWork
@@ -177,6 +177,14 @@ class Cuts:
             labels[path] == "npu" and any(labels[above] == "cpu" for above in blocked)
             for path, blocked in self._inherits.items()
         )
+
+    def repaired(self, labels: Labels) -> Labels:
+        """Return a partition that `allows` accepts: modules that follow a module on the CPU are moved there too."""
+        found = dict(labels)
+        for path, blocked in self._inherits.items():
+            if any(found[above] == "cpu" for above in blocked):
+                found[path] = "cpu"
+        return found
 
     def _device_of(self, step: _Step, labels: Labels) -> Place:
         return labels[step.module] if len(step.devices) > 1 else step.device
@@ -448,12 +456,17 @@ class Costs:
         plan, steps = trellis.cuts.plan, trellis.cuts.steps
         near_nodes = {} if near is None else {node.name: node for s in near.subgraphs for node in s.nodes}
         probes: dict[tuple[str, int], int] = {}
+        doubled: dict[int, int] = {}
         subgraphs: list[Subgraph] = []
         for on, (index, step) in product(PLACES, enumerate(steps)):
             nodes = tuple(near_nodes.get(n.name, n) for n in step.nodes) if on == "npu" else step.nodes
             probes[on, index] = len(subgraphs)
             subgraphs.append(_alone(f"{on}.{index}", on, nodes, step.rows, plan))
-        last = next((chunk for chunk in reversed(chunks) if chunk.num_rows), chunks[-1])
+            if any(map(static_slots, nodes)):  # masks are shared with other layers: count an additional layer alone
+                doubled[index] = len(subgraphs)
+                subgraphs.append(_alone(f"{on}.{index}.doubled", on, nodes * 2, step.rows, plan))
+        of_route = {ALWAYS: chunks, ONCE: [chunk for chunk in chunks if chunk.num_rows]}
+        on_path = of_route if near is not None else {ALWAYS: chunks[-1:], ONCE: of_route[ONCE]}
         work = ModelledWork(
             replace(plan, subgraphs=tuple(subgraphs)), scheme, device, chunk_length=chunk_length, chunks=chunks
         )
@@ -466,22 +479,22 @@ class Costs:
         def ns(kind: str, on: Place, which: int, chunk: ChunkWork) -> float:
             if kind == "task":
                 return task_ns[on]
-            return crossing_ns[which] if kind != "step" else work.of(probes[on, which], chunk).ns - task_ns[on]
+            if kind != "step":
+                return crossing_ns[which]
+            alone = work.of(probes[on, which], chunk).ns
+            return work.of(doubled[which], chunk).ns - alone if on == "npu" and which in doubled else alone - task_ns[on]
 
         size = len(trellis.features)
         self._ns, self._serial = np.zeros((2, size)), np.zeros(size)
-        on_path = [last] if near is None else chunks
         for (kind, on, which, route), feature in trellis.features.items():
             place: Place = "npu" if on == "npu" else "cpu"
-            spent = sum(ns(kind, place, which, chunk) for chunk in (chunks if route == ALWAYS else [last]))
-            self._ns[PLACES.index(place), feature] = spent
-            self._serial[feature] = sum(
-                ns(kind, place, which, chunk) for chunk in (on_path if route == ALWAYS else [last])
-            )
+            of_each = {chunk: ns(kind, place, which, chunk) for chunk in chunks}
+            self._ns[PLACES.index(place), feature] = sum(of_each[chunk] for chunk in of_route[route])
+            self._serial[feature] = sum(of_each[chunk] for chunk in on_path[route])
         self.num_bytes = sum(
             min(work.of(probes[on, index], chunk).num_bytes for on in step.devices)
             for index, step in enumerate(steps)
-            for chunk in (chunks if step.is_needed else [last])
+            for chunk in of_route[ALWAYS if step.is_needed else ONCE]
         )
         """Bytes that every partition moves from and to shared memory, at least."""
         self._edge_ns = [
@@ -489,29 +502,30 @@ class Costs:
         ]
         self._edge_serial_ns = [_sums(edges.serial, self._serial, len(edges.before)) for edges in trellis.edges]
 
-    def least_serial_ns(self) -> float:
-        """Return the least time of a chunk that runs by itself; with attention on the NPU, that of all chunks."""
-        best = np.zeros(1)
-        for edges, edge_ns in zip(self._trellis.edges, self._edge_serial_ns, strict=True):
-            found = np.full(edges.num_after, np.inf)
-            np.minimum.at(found, edges.after, best[edges.before] + edge_ns)
-            best = found
-        return float(best.min())
+    def serial(self, labels: Labels | None = None) -> tuple[float, Labels]:
+        """Return the least time of the last chunk that runs by itself, or with attention on the NPU that of all chunks;
+        and the partition with this time.
+
+        Args:
+            labels: a partition whose time is wanted instead.
+        """
+        total, split = self._best(self._edge_serial_ns, labels)
+        return total, split.labels
 
     def split(self, labels: Labels) -> Split:
         """Return the times of one partition."""
-        return self._best((1.0, 1.0), labels)
+        return self._weighted((1.0, 1.0), labels)
 
     def hull(self) -> list[Split]:
         """Return the vertices of the lower convex hull of (NPU time, CPU time), the least NPU time first."""
-        ends = self._best((1.0, EPSILON)), self._best((EPSILON, 1.0))
+        ends = self._weighted((1.0, EPSILON)), self._weighted((EPSILON, 1.0))
         return [ends[0], *self._between(*ends), ends[1]]
 
     def _between(self, left: Split, right: Split) -> list[Split]:
         weights = left.cpu_ns - right.cpu_ns, right.npu_ns - left.npu_ns
         if min(weights) <= 0:
             return []
-        found = self._best(weights)
+        found = self._weighted(weights)
 
         def cost(split: Split) -> float:
             return weights[0] * split.npu_ns + weights[1] * split.cpu_ns
@@ -520,19 +534,22 @@ class Costs:
             return []
         return [*self._between(left, found), found, *self._between(found, right)]
 
-    def _best(self, weights: tuple[float, float], fixed: Labels | None = None) -> Split:
-        """Return the partition with the least weighted sum of times, among all or with fixed processors."""
+    def _weighted(self, weights: tuple[float, float], fixed: Labels | None = None) -> Split:
+        return self._best([weights[0] * npu + weights[1] * cpu for npu, cpu in self._edge_ns], fixed)[1]
+
+    def _best(self, edge_costs: Sequence[Float], fixed: Labels | None = None) -> tuple[float, Split]:
+        """Return the least sum of costs, and its partition, among all or with fixed processors."""
         steps = self._trellis.cuts.steps
         best, chosen = np.zeros(1), []
-        for step, edges, edge_ns in zip(steps, self._trellis.edges, self._edge_ns, strict=True):
-            costs = best[edges.before] + weights[0] * edge_ns[0] + weights[1] * edge_ns[1]
+        for step, edges, edge_cost in zip(steps, self._trellis.edges, edge_costs, strict=True):
+            costs = best[edges.before] + edge_cost
             if fixed is not None and len(step.devices) > 1:
                 costs[edges.on_npu != (fixed[step.module] == "npu")] = np.inf
             order = np.lexsort((costs, edges.after))
             firsts = order[np.searchsorted(edges.after[order], np.arange(edges.num_after))]
             best = costs[firsts]
             chosen.append(firsts)
-        return self._traced(chosen, int(best.argmin()))
+        return float(best.min()), self._traced(chosen, int(best.argmin()))
 
     def _traced(self, chosen: Sequence[Index], state: int) -> Split:
         """Return the partition whose transitions end in a state, given the best transition into each state."""
