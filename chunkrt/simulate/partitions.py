@@ -39,6 +39,9 @@ PLACES: tuple[Place, Place] = ("npu", "cpu")
 EPSILON = 1e-7
 """Relative difference of costs that count as equal."""
 
+BEFORE, AMID, AFTER = 0, 1, 2
+"""Phases of a chunk: before its first step on the NPU, up to its last one, and after it."""
+
 ONCE, ALWAYS = 0, 1
 """Whether a subgraph runs for the chunk with logits only, or for every chunk."""
 
@@ -74,10 +77,11 @@ class _Step:
 
 
 class _State(NamedTuple):
-    """State of the programme after a step: the current subgraph's processor and route, whether it contains a serial
-    step, the open modules' processors, and for each value that is read later its device, the route of its subgraph, and
-    whether its crossing is paid."""
+    """State of the programme after a step: the phase, the current subgraph's processor and route, whether it contains a
+    serial step, the open modules' processors, and for each value that is read later its device, the route of its
+    subgraph, and whether its crossing is paid."""
 
+    phase: int
     device: str
     route: int
     has_serial: bool
@@ -291,8 +295,8 @@ class Edges(NamedTuple):
     """Transitions of one step: the states before and after, the processors, and the features that each costs.
 
     Attributes:
-        costs, serial: for each transition, the features that count for the processors' times, and for the path of a
-            chunk.
+        costs, serial, apart: for each transition, the features that count for the processors' times, for the path of a
+            chunk, and for the time of the CPU before and after all work of the NPU.
     """
 
     before: Index
@@ -300,6 +304,7 @@ class Edges(NamedTuple):
     on_npu: NDArray[np.bool_]
     costs: tuple[Index, Index]
     serial: tuple[Index, Index]
+    apart: tuple[Index, Index]
     num_after: int
 
 
@@ -333,20 +338,25 @@ class Trellis:
         self.edges = list(self._expand())
 
     def _expand(self) -> Iterator[Edges]:
-        states = {_State("", ALWAYS, False, (), ()): 0}
+        states = {_State(BEFORE, "", ALWAYS, False, (), ()): 0}
         for index, step in enumerate(self.cuts.steps):
             found: dict[_State, int] = {}
             rows: list[tuple[int, int, bool]] = []
             costs: list[list[int]] = []
             serial: list[list[int]] = []
+            apart: list[list[int]] = []
+            is_last = index == len(self.cuts.steps) - 1
             for state, number in states.items():
                 for device in self._choices(state, index):
                     for after, paid, on_path in self._moves(state, index, device):
-                        rows.append((number, found.setdefault(after, len(found)), device == "npu"))
-                        costs.append(paid)
-                        serial.append(on_path)
+                        for phase in _phases(state.phase, device, is_last=is_last):
+                            reached = after._replace(phase=phase)
+                            rows.append((number, found.setdefault(reached, len(found)), device == "npu"))
+                            costs.append(paid)
+                            serial.append(on_path)
+                            apart.append([] if phase == AMID else paid)
             before, after_, on_npu = (np.array(column) for column in zip(*rows, strict=True))
-            yield Edges(before, after_, on_npu, _joined(costs), _joined(serial), len(found))
+            yield Edges(before, after_, on_npu, _joined(costs), _joined(serial), _joined(apart), len(found))
             states = found
 
     def _choices(self, state: _State, index: int) -> Iterable[Place]:
@@ -407,6 +417,7 @@ class Trellis:
         if len(step.devices) > 1:
             labels[step.module] = device
         after = _State(
+            phase=state.phase,
             device=device,
             route=route,
             has_serial=has_serial,
@@ -414,6 +425,15 @@ class Trellis:
             values=tuple((n, *v) for n, v in values.items() if self._last_read.get(n, -1) > index),
         )
         return after, costs, serial
+
+
+def _phases(phase: int, device: Place, *, is_last: bool) -> Iterable[int]:
+    """Return the phases that a step on a processor can be in, given that of the step before."""
+    if device == "npu":
+        return () if phase == AFTER else (AMID,)
+    if phase == AMID:
+        return (AFTER,) if is_last else (AMID, AFTER)
+    return (phase,)
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Index, Index]:
@@ -424,11 +444,21 @@ def _joined(lists: Sequence[Sequence[int]]) -> tuple[Index, Index]:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A partition, and the times of both processors for a prompt, in nanoseconds without contention."""
+    """A partition, and the times of both processors for a prompt, in nanoseconds without contention.
+
+    Attributes:
+        apart_ns: time of the CPU before the first and after the last work of the NPU.
+    """
 
     labels: Labels
     npu_ns: float
     cpu_ns: float
+    apart_ns: float
+
+    @property
+    def least_ns(self) -> float:
+        """Time that the prompt takes at least."""
+        return max(self.npu_ns + self.apart_ns, self.cpu_ns)
 
 
 class Costs:
@@ -485,12 +515,13 @@ class Costs:
             return work.of(doubled[which], chunk).ns - alone if on == "npu" and which in doubled else alone - task_ns[on]
 
         size = len(trellis.features)
-        self._ns, self._serial = np.zeros((2, size)), np.zeros(size)
+        self._ns, self._serial, apart = np.zeros((2, size)), np.zeros(size), np.zeros(size)
         for (kind, on, which, route), feature in trellis.features.items():
             place: Place = "npu" if on == "npu" else "cpu"
             of_each = {chunk: ns(kind, place, which, chunk) for chunk in chunks}
             self._ns[PLACES.index(place), feature] = sum(of_each[chunk] for chunk in of_route[route])
             self._serial[feature] = sum(of_each[chunk] for chunk in on_path[route])
+            apart[feature] = min((of_each[chunk] for chunk in of_route[route]), default=0.0) * (place == "cpu")
         self.num_bytes = sum(
             min(work.of(probes[on, index], chunk).num_bytes for on in step.devices)
             for index, step in enumerate(steps)
@@ -498,7 +529,13 @@ class Costs:
         )
         """Bytes that every partition moves from and to shared memory, at least."""
         self._edge_ns = [
-            np.stack([_sums(edges.costs, row, len(edges.before)) for row in self._ns]) for edges in trellis.edges
+            np.stack(
+                [
+                    *(_sums(edges.costs, row, len(edges.before)) for row in self._ns),
+                    _sums(edges.apart, apart, len(edges.before)),
+                ]
+            )
+            for edges in trellis.edges
         ]
         self._edge_serial_ns = [_sums(edges.serial, self._serial, len(edges.before)) for edges in trellis.edges]
 
@@ -516,26 +553,30 @@ class Costs:
         """Return the times of one partition."""
         return self._weighted((1.0, 1.0), labels)
 
+    def least(self, npu: float, cpu: float) -> float:
+        """Return the least weighted sum of the processors' times."""
+        return self._best([npu * edge_ns[0] + cpu * edge_ns[1] for edge_ns in self._edge_ns])[0]
+
     def hull(self) -> list[Split]:
-        """Return the vertices of the lower convex hull of (NPU time, CPU time), the least NPU time first."""
+        """Return the vertices of the lower convex hull of (NPU time and time apart, CPU time), in this order."""
         ends = self._weighted((1.0, EPSILON)), self._weighted((EPSILON, 1.0))
         return [ends[0], *self._between(*ends), ends[1]]
 
     def _between(self, left: Split, right: Split) -> list[Split]:
-        weights = left.cpu_ns - right.cpu_ns, right.npu_ns - left.npu_ns
+        weights = left.cpu_ns - right.cpu_ns, right.npu_ns + right.apart_ns - left.npu_ns - left.apart_ns
         if min(weights) <= 0:
             return []
         found = self._weighted(weights)
 
         def cost(split: Split) -> float:
-            return weights[0] * split.npu_ns + weights[1] * split.cpu_ns
+            return weights[0] * (split.npu_ns + split.apart_ns) + weights[1] * split.cpu_ns
 
         if cost(found) >= cost(left) * (1 - EPSILON):
             return []
         return [*self._between(left, found), found, *self._between(found, right)]
 
     def _weighted(self, weights: tuple[float, float], fixed: Labels | None = None) -> Split:
-        return self._best([weights[0] * npu + weights[1] * cpu for npu, cpu in self._edge_ns], fixed)[1]
+        return self._best([weights[0] * (ns[0] + ns[2]) + weights[1] * ns[1] for ns in self._edge_ns], fixed)[1]
 
     def _best(self, edge_costs: Sequence[Float], fixed: Labels | None = None) -> tuple[float, Split]:
         """Return the least sum of costs, and its partition, among all or with fixed processors."""
@@ -554,7 +595,7 @@ class Costs:
     def _traced(self, chosen: Sequence[Index], state: int) -> Split:
         """Return the partition whose transitions end in a state, given the best transition into each state."""
         labels: dict[str, Place] = {}
-        total = np.zeros(2)
+        total = np.zeros(3)
         steps = [*zip(self._trellis.cuts.steps, self._trellis.edges, self._edge_ns, chosen, strict=True)]
         for step, edges, edge_ns, firsts in reversed(steps):
             edge = int(firsts[state])
@@ -562,21 +603,22 @@ class Costs:
                 labels[step.module] = "npu" if edges.on_npu[edge] else "cpu"
             total += edge_ns[:, edge]
             state = int(edges.before[edge])
-        return Split(labels=labels, npu_ns=float(total[0]), cpu_ns=float(total[1]))
+        return Split(labels=labels, npu_ns=float(total[0]), cpu_ns=float(total[1]), apart_ns=float(total[2]))
 
     def front(self, most_points: int = 128) -> list[Split]:
-        """Return partitions that no other one exceeds in both times, the least NPU time first.
+        """Return partitions that no other one exceeds in both coordinates of the hull, in the same order.
 
         If a state has more than `most_points` such partitions, some are dropped, at even distances.
         """
         points, kept = [np.zeros((2, 1))], []
         for edges, edge_ns in zip(self._trellis.edges, self._edge_ns, strict=True):
+            pair = np.stack([edge_ns[0] + edge_ns[2], edge_ns[1]])
             of_state: list[list[int]] = [[] for _ in range(edges.num_after)]
             for edge, after in enumerate(edges.after):
                 of_state[after].append(edge)
             found, parents = [], []
             for into in of_state:
-                times = np.concatenate([points[edges.before[e]] + edge_ns[:, e, None] for e in into], axis=1)
+                times = np.concatenate([points[edges.before[e]] + pair[:, e, None] for e in into], axis=1)
                 sources = np.concatenate(
                     [np.stack([np.full(points[edges.before[e]].shape[1], e), *_numbers(points[edges.before[e]])])
                      for e in into],
@@ -592,7 +634,7 @@ class Costs:
 
     def _followed(self, kept: Sequence[Sequence[Index]], state: int, point: int) -> Split:
         labels: dict[str, Place] = {}
-        total = np.zeros(2)
+        total = np.zeros(3)
         steps = [*zip(self._trellis.cuts.steps, self._trellis.edges, self._edge_ns, kept, strict=True)]
         for step, edges, edge_ns, parents in reversed(steps):
             edge, point = (int(number) for number in parents[state][:, point])
@@ -600,7 +642,7 @@ class Costs:
                 labels[step.module] = "npu" if edges.on_npu[edge] else "cpu"
             total += edge_ns[:, edge]
             state = int(edges.before[edge])
-        return Split(labels=labels, npu_ns=float(total[0]), cpu_ns=float(total[1]))
+        return Split(labels=labels, npu_ns=float(total[0]), cpu_ns=float(total[1]), apart_ns=float(total[2]))
 
 
 def _numbers(points: Float) -> tuple[Index]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import ceil, inf, prod
 from statistics import geometric_mean
 from typing import Literal
@@ -132,12 +132,10 @@ class PartitionSearch:
         device = self.device
         total_ns, joules = 1000.0 * device.prompt_us, 0.0
         for near, costs in self._costs(attention, chunk_length, prompt_length):
-            hull = costs.hull()
             serial_ns, _ = costs.serial()
-            busier_ns = 0.0 if near else _least_busier_ns(hull)
+            busier_ns = 0.0 if near else _least_busier_ns(costs.hull())
             total_ns += max(serial_ns, busier_ns, costs.num_bytes / device.memory.gb_per_s)
-            watts = device.npu.busy_watts, device.cpu.busy_watts
-            joules += min(watts[0] * split.npu_ns + watts[1] * split.cpu_ns for split in hull) / 1e9
+            joules += costs.least(device.npu.busy_watts, device.cpu.busy_watts) / 1e9
             joules += costs.num_bytes * device.memory.pj_per_byte / 1e12
         return total_ns / 1e6, joules + device.idle_watts * total_ns / 1e9
 
@@ -188,7 +186,7 @@ class PartitionSearch:
 
             def expected(split: Split) -> float:
                 """Return the cost if the less busy processor waits once for a chunk."""
-                ns = max(split.npu_ns, split.cpu_ns) + min(split.npu_ns, split.cpu_ns) / num_chunks
+                ns = split.least_ns + min(split.npu_ns, split.cpu_ns) / num_chunks
                 watts = self.device.npu.busy_watts, self.device.cpu.busy_watts
                 joules = self.device.idle_watts * ns + watts[0] * split.npu_ns + watts[1] * split.cpu_ns
                 return cost_of(self.objective, [ns], joules)
@@ -265,7 +263,7 @@ class _Trial:
                 times_ms, joules = [], 0.0
                 for length in search.prompt_lengths:
                     split, of = costs[length].split(labels), costs[length]
-                    ns = max(split.npu_ns, split.cpu_ns, of.serial(labels)[0], of.num_bytes / device.memory.gb_per_s)
+                    ns = max(split.least_ns, of.serial(labels)[0], of.num_bytes / device.memory.gb_per_s)
                     ns += 1000 * device.prompt_us
                     times_ms.append(ns / 1e6)
                     watts = device.npu.busy_watts * split.npu_ns + device.cpu.busy_watts * split.cpu_ns
@@ -300,9 +298,10 @@ class _Trial:
 
 def _least_busier_ns(hull: Sequence[Split]) -> float:
     """Return the least time of the busier processor over the hull, which bounds all partitions."""
-    least = min(max(split.npu_ns, split.cpu_ns) for split in hull)
-    for left, right in zip(hull, hull[1:], strict=False):
-        before, after = left.npu_ns - left.cpu_ns, right.npu_ns - right.cpu_ns
-        if before < 0 < after:  # at this point of the edge, both processors are equally busy
-            least = min(least, left.npu_ns + (right.npu_ns - left.npu_ns) * before / (before - after))
+    points = [(split.npu_ns + split.apart_ns, split.cpu_ns) for split in hull]
+    least = min(map(max, points))
+    for left, right in pairwise(points):
+        before, after = left[0] - left[1], right[0] - right[1]
+        if before < 0 < after:  # at this point of the edge, both coordinates are equal
+            least = min(least, left[0] + (right[0] - left[0]) * before / (before - after))
     return least
