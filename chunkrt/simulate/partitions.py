@@ -260,6 +260,11 @@ def pattern_of(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
+def layer_of(path: str) -> int:
+    """Return the number of a module's layer; -1 for a module outside the layers."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), -1)
+
+
 def _needed(plan: Plan, nodes: Sequence[tuple[Node, Subgraph]]) -> set[str]:
     """Return the nodes that a state depends on."""
     wanted: set[str] = set()

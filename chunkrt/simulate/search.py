@@ -23,7 +23,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.simulate.experiments import near_plans_of
-from chunkrt.simulate.partitions import Costs, Cuts, Labels, Split, Trellis, pattern_of
+from chunkrt.simulate.partitions import PLACES, Costs, Cuts, Labels, Split, Trellis, layer_of, pattern_of
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.simulator import simulate
 from chunkrt.simulate.work import ChunkWork, cut
@@ -40,10 +40,10 @@ time * energy ** ENERGY_EXPONENT. Without power figures, it is the time."""
 MOST_PARTITIONS = 2**11
 """Largest number of partitions of a decoder for which the search is exact."""
 
-MOST_SIMULATIONS = 120
+MOST_SIMULATIONS = 100
 """Number of partitions that are simulated for one chunk length if there are more."""
 
-NUM_SEEDS = 6
+NUM_SEEDS = 8
 """Number of the optimiser's partitions that are simulated first."""
 
 ON_CPU = "cpu"
@@ -176,6 +176,8 @@ class PartitionSearch:
     def _seeds(self, attention: str, chunk_length: int) -> Iterator[Labels]:
         """Return partitions to begin with: the rule's, and those that the optimiser expects to be the best."""
         yield self.cuts.labels
+        if self.memory_bytes is not None:
+            yield dict.fromkeys(self.cuts.labels, "cpu")
         longest = max(self.prompt_lengths)
         num_chunks = ceil(longest / chunk_length)
         for is_near, costs in self._costs(attention, chunk_length, longest):
@@ -275,7 +277,7 @@ class _Trial:
             self.cost(labels)
 
     def climb(self) -> None:
-        """Move modules of one or of all layers, as long as this improves the best partition."""
+        """Move consecutive modules of one or of all layers, as long as this improves the best partition."""
         while len(self.costs) < MOST_SIMULATIONS:
             before = self.best_cost
             for labels in self._neighbours(self.best):
@@ -285,14 +287,19 @@ class _Trial:
                 return
 
     def _neighbours(self, labels: Labels) -> Iterator[Labels]:
+        """Return partitions with other processors for one kind of module, then for two adjacent kinds, and so on."""
         kinds: dict[str, list[str]] = defaultdict(list)
         for path in labels:
             kinds[pattern_of(path)].append(path)
-        for device in ("cpu", "npu"):
-            for paths in kinds.values():
+        of_kind = list(kinds.values())
+        for length in range(1, len(of_kind) + 1):
+            for start, device in product(range(len(of_kind) - length + 1), PLACES):
+                paths = [path for kind in of_kind[start : start + length] for path in kind]
                 others = [path for path in paths if labels[path] != device]
-                for moved in (others, others[:1], others[-1:], others[: len(others) // 2]):
-                    if moved and (found := {**labels, **dict.fromkeys(moved, device)}) != labels:
+                layers = sorted({layer_of(path) for path in others})
+                for moved in (layers, layers[:1], layers[-1:], layers[: len(layers) // 2]):
+                    found = {p: device if p in others and layer_of(p) in moved else labels[p] for p in labels}
+                    if found != labels:
                         yield self._search.allowed(found)
 
 
