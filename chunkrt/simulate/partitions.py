@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby, product
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -278,21 +279,21 @@ def _needed(plan: Plan, nodes: Sequence[tuple[Node, Subgraph]]) -> set[str]:
 
 
 def _serial(plan: Plan, nodes: Sequence[tuple[Node, Subgraph]]) -> set[str]:
-    """Return nodes that form a chain: each depends on all of these before it. Branches that others do not wait for are
-    left out."""
-    ancestors: dict[str, int] = {}
+    """Return nodes that form a chain, each of which depends on the one before; of several chains, that with the
+    largest weights."""
     makers: dict[str, str] = {}
-    order = {node.name: index for index, (node, _) in enumerate(nodes)}
+    before: dict[str, str] = {}
+    lengths: dict[str, float] = {}
     for node, _ in nodes:
         sources = {makers[name] for name in node.inputs if name in makers}
-        ancestors[node.name] = 0
-        for source in sources:
-            ancestors[node.name] |= ancestors[source] | 1 << order[source]
+        longest = max(sources, key=lengths.__getitem__, default="")
+        shapes = [plan.tensors[name].shape for name in node.inputs if name and plan.tensors[name].kind == "weight"]
+        before[node.name] = longest
+        lengths[node.name] = lengths.get(longest, 0) + 1 + sum(prod(map(int, shape)) for shape in shapes)
         makers |= dict.fromkeys(node.outputs, node.name)
-    chain: list[str] = []
-    for node, _ in reversed(nodes):
-        if not chain or ancestors[chain[-1]] >> order[node.name] & 1:
-            chain.append(node.name)
+    chain = [makers[plan.output]]
+    while before[chain[-1]]:
+        chain.append(before[chain[-1]])
     return set(chain)
 
 
@@ -408,12 +409,12 @@ class Trellis:
             pay("task", device, 0, route, is_serial=step.is_serial)
         elif step.is_serial and not state.has_serial:
             serial.append(self.features.setdefault(("task", device, 0, route), len(self.features)))
-        pay("step", device, index, route, is_serial=step.is_serial)
+        pay("step", device, index, route, is_serial=has_serial)
         for name in self._reads[index]:
             home, of, is_paid = values.get(name, ("cpu", ALWAYS, False))
             if home != device and not is_paid:
                 kind, owner = ("take", route) if device == "npu" else ("give", of)
-                pay(kind, "npu", self.values[name], owner, is_serial=kind == "take" and step.is_serial)
+                pay(kind, "npu", self.values[name], owner, is_serial=kind == "take" and has_serial)
                 is_paid = True
             values[name] = home, of, is_paid
         for name in self._writes[index]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise, product
 from math import ceil, inf, prod
 from statistics import geometric_mean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.errors import ConfigError
@@ -36,6 +36,11 @@ energy; "edp" is their product; "p95" is the 95th percentile of the time to firs
 ENERGY_EXPONENT = 0.1
 """Exchange rate of the objective "time": 1 % of the time to first token is worth 10 % of the energy. The objective is
 time * energy ** ENERGY_EXPONENT. Without power figures, it is the time."""
+
+TIE = 0.01
+"""Relative tolerance: choices that are worse than the best by at most this share count as equally good, and the one
+with the least memory wins. A search ends when it is as near to the lower bound.
+"""
 
 MOST_PARTITIONS = 2**11
 """Largest number of partitions of a decoder for which the search is exact."""
@@ -71,6 +76,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, ceil(share * len(values) - 1e-9) - 1)]
 
 
+class CutSize(NamedTuple):
+    """Numbers of a plan's subgraphs on NPU and CPU, and of the values that a chunk moves between them."""
+
+    npu: int
+    cpu: int
+    values: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Result of a search for one attention and chunk length.
@@ -81,6 +94,7 @@ class Found:
         is_exact: no partition is better.
     """
 
+    labels: Labels
     placement: Placement
     cost: float
     num_simulated: int
@@ -131,9 +145,9 @@ class PartitionSearch:
         """Return the least time in milliseconds and the least energy in joules of one prompt."""
         device = self.device
         total_ns, joules = 1000.0 * device.prompt_us, 0.0
-        for near, costs in self._costs(attention, chunk_length, prompt_length):
+        for _, costs in self._costs(attention, chunk_length, prompt_length):
             serial_ns, _ = costs.serial()
-            busier_ns = 0.0 if near else _least_busier_ns(costs.hull())
+            busier_ns = _least_busier_ns(costs.hull())
             total_ns += max(serial_ns, busier_ns, costs.num_bytes / device.memory.gb_per_s)
             joules += costs.least(device.npu.busy_watts, device.cpu.busy_watts) / 1e9
             joules += costs.num_bytes * device.memory.pj_per_byte / 1e12
@@ -161,12 +175,14 @@ class PartitionSearch:
         trial = _Trial(self, attention, chunk_length)
         for labels in self._seeds(attention, chunk_length):
             trial.cost(labels)
+        near_enough = (1 + TIE) * self.bound(attention, chunk_length)
         num_partitions = prod(len(step.devices) for step in {s.module: s for s in self.cuts.steps}.values())
         if num_partitions <= MOST_PARTITIONS:
             trial.search_all()
         else:
-            trial.climb()
+            trial.climb(near_enough)
         return Found(
+            labels=trial.best,
             placement=self.cuts.placement_of(trial.best),
             cost=trial.best_cost,
             num_simulated=len(trial.costs),
@@ -195,6 +211,17 @@ class PartitionSearch:
 
             front = sorted([*costs.hull(), *costs.front()], key=expected)
             yield from (split.labels for split in front[:NUM_SEEDS])
+
+    def size_of(self, labels: Labels, attention: str, chunk_length: int) -> CutSize:
+        """Return the size of a partition; with attention on the NPU, that of the plan for the first chunk."""
+        plan = self.cuts.plan_of(labels)
+        if attention != ON_CPU:
+            near = near_plans_of(plan, self.cuts.placement_of(labels), attention, chunk_length)
+            plan = near[min(near)]
+        homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
+        values = {(name, s.device) for s in plan.subgraphs for name in s.inputs if homes.get(name, s.device) != s.device}
+        on_npu = sum(s.device == "npu" for s in plan.subgraphs)
+        return CutSize(npu=on_npu, cpu=len(plan.subgraphs) - on_npu, values=len(values))
 
     def allowed(self, labels: Labels) -> Labels:
         """Return the nearest partition that a placement can express."""
@@ -276,9 +303,10 @@ class _Trial:
                 break
             self.cost(labels)
 
-    def climb(self) -> None:
-        """Move consecutive modules of one or of all layers, as long as this improves the best partition."""
-        while len(self.costs) < MOST_SIMULATIONS:
+    def climb(self, near_enough: float) -> None:
+        """Move consecutive modules of one or of all layers, as long as this improves the best partition and its cost
+        exceeds `near_enough`."""
+        while len(self.costs) < MOST_SIMULATIONS and self.best_cost > near_enough:
             before = self.best_cost
             for labels in self._neighbours(self.best):
                 if self.cost(labels) < before or len(self.costs) >= MOST_SIMULATIONS:
