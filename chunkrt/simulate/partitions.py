@@ -105,12 +105,14 @@ class Cuts:
         self.steps = self._steps(plan, scheme)
         self.labels: Labels = {s.module: s.device for s in self.steps if len(s.devices) > 1}
         """Modules that can move, with their processors by the rule."""
-        self._inherits = self._inheriting()
+        self.inherits = self._inheriting()
 
     def plan_of(self, labels: Labels) -> Plan:
         """Return the plan of a partition, as planning the decoder with `placement_of` does, except for names."""
         groups = groupby(self.steps, key=lambda step: (self._device_of(step, labels), step.home))
-        made = [(device, rows, [node for step in group for node in step.nodes]) for (device, (rows, _)), group in groups]
+        made = [
+            (device, rows, [node for step in group for node in step.nodes]) for (device, (rows, _)), group in groups
+        ]
         readers: dict[str, int] = {self.plan.output: len(made)}
         for index, (_, _, nodes) in enumerate(made):
             readers |= {name: index for node in nodes for name in node.inputs if name}
@@ -165,7 +167,9 @@ class Cuts:
         for path, device in listed.items():
             pattern = pattern_of(path)
             same = {listed.get(other) for other in kinds[pattern]}
-            is_safe = len(kinds[pattern]) > 1 and {p for p in self._paths if fnmatchcase(p, pattern)} == {*kinds[pattern]}
+            is_safe = len(kinds[pattern]) > 1 and {p for p in self._paths if fnmatchcase(p, pattern)} == {
+                *kinds[pattern]
+            }
             found[pattern if is_safe and same == {device} else path] = device
         return found
 
@@ -180,13 +184,13 @@ class Cuts:
         modules above it."""
         return not any(
             labels[path] == "npu" and any(labels[above] == "cpu" for above in blocked)
-            for path, blocked in self._inherits.items()
+            for path, blocked in self.inherits.items()
         )
 
     def repaired(self, labels: Labels) -> Labels:
         """Return a partition that `allows` accepts: modules that follow a module on the CPU are moved there too."""
         found = dict(labels)
-        for path, blocked in self._inherits.items():
+        for path, blocked in self.inherits.items():
             if any(found[above] == "cpu" for above in blocked):
                 found[path] = "cpu"
         return found
@@ -335,7 +339,7 @@ class Trellis:
                 self.values.setdefault(name, len(self.values))
         self._last_read = last_read
         last_use = {step.module: index for index, step in enumerate(steps) if len(step.devices) > 1}
-        for path, above in cuts._inherits.items():
+        for path, above in cuts.inherits.items():
             for other in above:
                 first = {step.module: index for index, step in reversed([*enumerate(steps)])}
                 last_use[path] = max(last_use[path], first[other])
@@ -345,7 +349,7 @@ class Trellis:
 
     def _expand(self) -> Iterator[Edges]:
         states = {_State(BEFORE, "", ALWAYS, False, (), ()): 0}
-        for index, step in enumerate(self.cuts.steps):
+        for index in range(len(self.cuts.steps)):
             found: dict[_State, int] = {}
             rows: list[tuple[int, int, bool]] = []
             costs: list[list[int]] = []
@@ -371,7 +375,7 @@ class Trellis:
             return step.devices
         if step.module in labels:
             return (labels[step.module],)
-        inherits = self.cuts._inherits
+        inherits = self.cuts.inherits
         if any(labels.get(above) == "cpu" for above in inherits.get(step.module, ())):
             return ("cpu",)
         if any(step.module in above and labels.get(path) == "npu" for path, above in inherits.items()):
@@ -518,12 +522,14 @@ class Costs:
             if kind != "step":
                 return crossing_ns[which]
             alone = work.of(probes[on, which], chunk).ns
-            return work.of(doubled[which], chunk).ns - alone if on == "npu" and which in doubled else alone - task_ns[on]
+            return (
+                work.of(doubled[which], chunk).ns - alone if on == "npu" and which in doubled else alone - task_ns[on]
+            )
 
         size = len(trellis.features)
         self._ns, self._serial, apart = np.zeros((2, size)), np.zeros(size), np.zeros(size)
-        for (kind, on, which, route), feature in trellis.features.items():
-            place: Place = "npu" if on == "npu" else "cpu"
+        for (kind, processor, which, route), feature in trellis.features.items():
+            place: Place = "npu" if processor == "npu" else "cpu"
             of_each = {chunk: ns(kind, place, which, chunk) for chunk in chunks}
             self._ns[PLACES.index(place), feature] = sum(of_each[chunk] for chunk in of_route[route])
             self._serial[feature] = sum(of_each[chunk] for chunk in on_path[route])
@@ -616,7 +622,8 @@ class Costs:
 
         If a state has more than `most_points` such partitions, some are dropped, at even distances.
         """
-        points, kept = [np.zeros((2, 1))], []
+        points: list[Float] = [np.zeros((2, 1))]
+        kept: list[list[Index]] = []
         for edges, edge_ns in zip(self._trellis.edges, self._edge_ns, strict=True):
             pair = np.stack([edge_ns[0] + edge_ns[2], edge_ns[1]])
             of_state: list[list[int]] = [[] for _ in range(edges.num_after)]
@@ -660,13 +667,14 @@ def _undominated(times: Float, most: int) -> Index:
     order = np.lexsort((times[1], times[0]))
     seconds = times[1, order]
     least = np.minimum.accumulate(seconds)
-    kept = order[np.concatenate([[True], seconds[1:] < least[:-1]])]
+    kept: Index = order[np.concatenate([[True], seconds[1:] < least[:-1]])]
     return kept if len(kept) <= most else kept[np.linspace(0, len(kept) - 1, most).round().astype(int)]
 
 
 def _sums(entries: tuple[Index, Index], costs: Float, size: int) -> Float:
     rows, features = entries
-    return np.bincount(rows, costs[features], size) if len(rows) else np.zeros(size)
+    sums: Float = np.bincount(rows, costs[features], size).astype(np.float64)
+    return sums
 
 
 def _alone(name: str, device: Place, nodes: tuple[Node, ...], rows: Rows, plan: Plan) -> Subgraph:

@@ -219,7 +219,9 @@ class PartitionSearch:
             near = near_plans_of(plan, self.cuts.placement_of(labels), attention, chunk_length)
             plan = near[min(near)]
         homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
-        values = {(name, s.device) for s in plan.subgraphs for name in s.inputs if homes.get(name, s.device) != s.device}
+        values = {
+            (name, s.device) for s in plan.subgraphs for name in s.inputs if homes.get(name, s.device) != s.device
+        }
         on_npu = sum(s.device == "npu" for s in plan.subgraphs)
         return CutSize(npu=on_npu, cpu=len(plan.subgraphs) - on_npu, values=len(values))
 
