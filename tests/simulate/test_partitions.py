@@ -14,6 +14,7 @@ from fixture_checkpoints import checkpoint
 from small_shape import SMALL_SHAPE
 
 import chunkrt.simulate.search as search_module
+from chunkrt.engine_directory.manifest import read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, read_placement
 from chunkrt.graph.plan import Plan
@@ -295,10 +296,19 @@ def test_p95_is_that_of_the_mix() -> None:
     assert one < 0.6 * two
 
 
-def test_a_found_placement_is_a_file_that_place_reads(tmp_path: Path) -> None:
-    search = PartitionSearch(SMALL_SHAPE.plan(), W8A16, random_device(Random(3)), [100], "time")
-    placement = search.search("cpu", 32).placement
-    path = tmp_path / "place.toml"
-    path.write_text("".join(f'"{pattern}" = "{device}"\n' for pattern, device in placement.items()))
-    assert read_placement(path) == placement
-    assert placement
+def test_a_found_placement_is_compiled_and_simulated_as_predicted(command, tmp_path: Path) -> None:
+    model = str(checkpoint("llama_biased_gguf"))
+    device = random_device(Random(3))
+    search = PartitionSearch(plan_at(model), W8A16, device, [100], "p95")
+    found = search.search("cpu", 32)
+    path, folder = tmp_path / "place.toml", tmp_path / "engine"
+    path.write_text("".join(f'"{pattern}" = "{device}"\n' for pattern, device in found.placement.items()))
+    assert found.placement
+    assert read_placement(path) == found.placement
+    finished = command("compile", model, "-o", folder, "--scheme", "w8a16", "--place", path)
+    assert finished.status == 0, finished.err
+    compiled = run(read_plan(folder), device, 100, 32)
+    assert compiled.time_to_first_token_ms == found.cost
+    assert found.cost < run(plan_at(model), device, 100, 32).time_to_first_token_ms
+    ran = command("bench", str(folder), "-p", "20", "-n", "0", "-r", "1", "-o", "json")
+    assert ran.status == 0, ran.err

@@ -286,8 +286,6 @@ def test_command_prints_the_rule_beside_the_optimiser_and_the_front(command, tmp
     assert "partitions by the rule and by the optimiser" in finished.out
     assert "searched 1" in finished.out
     assert "of a lower bound over all partitions" in finished.out
-    ran = command("bench", str(checkpoint("lfm2")), "-p", "20", "-n", "0", "-r", "1", "-o", "json", "--settings", path)
-    assert ran.status == 0, ran.err
 
 
 def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
