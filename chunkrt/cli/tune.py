@@ -251,7 +251,7 @@ def _print(tuned: Tuned, front: Sequence[Setup] | None) -> None:
 
 
 def _print_searched(tuned: Tuned) -> None:
-    """Print the partitions of the searches beside those of the rule, and the gap to the lower bound."""
+    """Print the partitions of the searches next to those of the rule, and the gap to the lower bound."""
     if tuned.searched:
         click.echo("partitions by the rule and by the optimiser, before the search of policies:")
         head = ["chunk", "npu", "cpu", "values", "ms", "joules", "MB", "above bound", "attention", "partition", ""]

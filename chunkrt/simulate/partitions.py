@@ -44,7 +44,7 @@ BEFORE, AMID, AFTER = 0, 1, 2
 """Phases of a chunk: before its first step on the NPU, up to its last one, and after it."""
 
 ONCE, ALWAYS = 0, 1
-"""Whether a subgraph runs for the chunk with logits only, or for every chunk."""
+"""Routes of a subgraph: it runs for the chunk with logits only, or for every chunk."""
 
 Float = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -95,7 +95,7 @@ class Cuts:
 
     Args:
         plan: the plan by the rule.
-        scheme: quantisation of the linears, which decides what the NPU supports.
+        scheme: quantisation of the linears, on which the support of the NPU depends.
         frees_attention: attention may run on either processor.
     """
 

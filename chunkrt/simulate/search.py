@@ -255,7 +255,7 @@ class _Trial:
         if self._attention != ON_CPU:
             try:
                 near = near_plans_of(plan, placement, self._attention, self._chunk_length)
-            except ConfigError:  # the NPU cannot compute any attention beside these linears
+            except ConfigError:  # the NPU cannot compute any attention next to these linears
                 return inf
             parts = [(part, each) for each in near.values() for part in each.subgraphs if part.device == "npu"]
             if not all(npu_support(part, each, search.scheme) for part, each in parts):

@@ -286,7 +286,7 @@ def test_percentile_is_the_nearest_rank(values: list[float], expected: float) ->
 
 
 def test_p95_is_that_of_the_mix() -> None:
-    """Of 20 prompts, one is long: it does not count, and two do."""
+    """A single long prompt of 20 does not count, and two do."""
     plan, device = SMALL_SHAPE.plan(), profile("sd8gen3")
     objective: Objective = "p95"
     one, two = (

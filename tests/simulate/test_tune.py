@@ -277,7 +277,7 @@ def test_a_mix_of_prompts_is_a_file_or_drawn(command, tmp_path: Path) -> None:
         assert all(len(choice["times_ms"]) == expected for choice in found["choices"])
 
 
-def test_command_prints_the_rule_beside_the_optimiser_and_the_front(command, tmp_path: Path) -> None:
+def test_command_prints_the_partitions_of_rule_and_optimiser_and_the_front(command, tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     finished = command(
         "tune", str(checkpoint("lfm2")), "--device", "sd8gen3", "-p", "60", "--chunk", "32", "-o", path, "--pareto"
