@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
@@ -22,15 +23,23 @@ from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import MeasuredProfile, find_device
-from chunkrt.simulate.tune import Objective, Setup, Tuned
+from chunkrt.simulate.arrivals import CLOSED, MOST_TOKENS, draw
+from chunkrt.simulate.search import Objective
+from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search
 
 NUM_SHOWN = 12
 
+MOST_COLUMNS = 6
+"""Largest number of prompt lengths whose times are printed."""
+
+NUM_DRAWN = 20
+"""Number of prompt lengths that are drawn from a distribution."""
+
 
 @click.command(
     cls=GroupedCommand,
-    first="device_name output prompt_lengths chunk_lengths placements scheme memory plot as_json",
+    first="device_name output prompt_lengths chunk_lengths placements scheme memory pareto plot as_json",
 )
 @model_argument
 @device_option
@@ -48,7 +57,9 @@ NUM_SHOWN = 12
     group="Workload",
     default="512",
     show_default=True,
-    help="Prompt lengths in tokens; several are ranked by the geometric mean of the times to first token.",
+    help="Prompt lengths in tokens, ranked by the geometric mean of the times to first token (a length that occurs "
+    "several times counts several times); or a mix: uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA, of which 20 are drawn, "
+    "or a file with one number a line.",
 )
 @option(
     "--chunk",
@@ -77,13 +88,20 @@ NUM_SHOWN = 12
     type=click.Choice(get_args(Objective)),
     default="time",
     show_default=True,
-    help="Minimise time to first token (1 % of it is worth 10 % of the energy), energy, or their product (edp).",
+    help="Minimise time to first token (1 % of it is worth 10 % of the energy), energy, their product (edp), or the "
+    "95th percentile of the times to first token of all prompts (p95).",
 )
 @option("--memory", group="Search", help="Memory limit, e.g. 2GB or 800MB.  [default: no limit]")
 @option(
     "--dask",
     group="Search",
     help="Address of a Dask scheduler whose workers run the simulations.  [default: this machine]",
+)
+@option(
+    "--pareto",
+    group="Output",
+    is_flag=True,
+    help="Print the choices that no other one exceeds in time, memory or energy, in place of the fastest.",
 )
 @plot_option("Draw time over memory as .png or .svg (needs matplotlib).")
 @json_option("Print the best, the default and all simulated settings as JSON.")
@@ -100,20 +118,22 @@ def tune(
     objective: Objective,
     memory: str | None,
     dask: str | None,
+    pareto: bool,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Search the best settings for MODEL, or a built-in shape without weights, on a device.
 
     All combinations of chunk length, partition, policy and chunks in flight are simulated, with attention on the CPU
-    and on the NPU. Among the choices within the memory limit and within 1 % of the best objective, the one with the
-    least memory is taken. The result is a file for --settings of run, chat, bench and compile.
+    and on the NPU. Then an optimiser cuts the graph module by module. Among the choices within the memory limit and
+    within 1 % of the best objective, the one with the least memory is taken. The result is a file for --settings of
+    run, chat, bench and compile.
     """
     _check_output(output)
     if plot is not None:
         check_picture(plot)
     device = find_device(device_name)
-    prompts = _numbers("-p", prompt_lengths)
+    prompts = _prompts(prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
     memory_bytes = None if memory is None else read_size("--memory", memory, unit=DEFAULT_UNIT)
     if isinstance(device, MeasuredProfile):
@@ -149,7 +169,8 @@ def tune(
     if as_json:
         click.echo(json.dumps(_summary(tuned), indent=1))
     else:
-        _print(tuned)
+        _print(tuned, tuned.pareto if pareto else None)
+        _print_searched(tuned)
         click.echo(accuracy_of(tuned.device))
         click.echo(f"wrote {output}", err=True)
 
@@ -162,6 +183,16 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"cannot write {path}: {path.parent} is not writable")
+
+
+def _prompts(text: str) -> list[int]:
+    """Return the prompt lengths of -p: numbers, or a mix as `chunkrt simulate --prompt` takes it."""
+    is_file = "," not in text and Path(text).is_file()
+    if not (is_file or text.startswith(("uniform:", "lognormal:"))):
+        return _numbers("-p", text)
+    number = max(1, len(Path(text).read_bytes().split())) if is_file else NUM_DRAWN
+    load = draw(CLOSED, text, "1", requests=number, context_length=2 * MOST_TOKENS)
+    return [request.prompt for request in load.requests]
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -187,32 +218,72 @@ def _summary(tuned: Tuned) -> dict[str, object]:
         "settings": tuned.settings,
         "best": asdict(tuned.best),
         "default": asdict(tuned.default),
+        "bound": tuned.bound,
+        "gap": tuned.gap,
+        "searched": [
+            asdict(each) | {"rule_cut": each.rule_cut._asdict(), "found_cut": each.found_cut._asdict()}
+            for each in tuned.searched
+        ],
+        "pareto": [asdict(choice) for choice in tuned.pareto],
         "choices": [asdict(choice) for choice in tuned.choices],
         "left_out": tuned.left_out,
     }
 
 
-def _print(tuned: Tuned) -> None:
-    prompts = tuned.prompt_lengths
+def _print(tuned: Tuned, front: Sequence[Setup] | None) -> None:
+    prompts = list(dict.fromkeys(tuned.prompt_lengths))
+    lengths = ", ".join(map(str, prompts)) if len(prompts) <= MOST_COLUMNS else f"{min(prompts)} to {max(prompts)}"
     click.echo(
-        f"{tuned.model} on {tuned.device.name}, scheme {tuned.scheme}, prompts of {', '.join(map(str, prompts))} "
-        f"tokens, objective {tuned.objective}; {tuned.num_simulated} choices simulated"
+        f"{tuned.model} on {tuned.device.name}, scheme {tuned.scheme}, prompts of {lengths} tokens, "
+        f"objective {tuned.objective}; {tuned.num_simulated} choices simulated"
     )
     fitting = [choice for choice in tuned.choices if tuned.fits(choice)]
     if tuned.memory_bytes is not None:
         click.echo(
             f"{len(fitting)} of the {len(tuned.choices)} that differ stay within {tuned.memory_bytes / 1e6:.0f} MB"
         )
-    each = [f"ms {length}" for length in prompts] if len(prompts) > 1 else []
+    is_several = 1 < len(prompts) <= MOST_COLUMNS
+    each = [f"ms {length}" for length in prompts] if is_several else []
+    each += ["p95"] if tuned.objective == "p95" else []
     head = ["ms", *each, "gain", "MB", "joules", "chunk", "in flight", "policy", "attention", "partition", ""]
-    shown = fitting[:NUM_SHOWN]
+    shown = fitting[:NUM_SHOWN] if front is None else [*front]
     shown += [choice for choice in (tuned.best, tuned.default) if choice not in shown]
-    table = [head, *(_cells(choice, tuned, is_several=bool(each)) for choice in shown)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    num_right = len(head) - 4
+    _print_table([head, *(_cells(choice, tuned, is_several=is_several) for choice in shown)], len(head) - 4)
+
+
+def _print_searched(tuned: Tuned) -> None:
+    """Print the partitions of the searches next to those of the rule, and the gap to the lower bound."""
+    if tuned.searched:
+        click.echo("partitions by the rule and by the optimiser, before the search of policies:")
+        head = ["chunk", "npu", "cpu", "values", "ms", "joules", "MB", "above bound", "attention", "partition", ""]
+        table = [head]
+        for each in tuned.searched:
+            exact = "no partition is better" if each.is_exact else f"{each.num_simulated} simulated"
+            for setup, cut, how in ((each.rule, each.rule_cut, ""), (each.found, each.found_cut, exact)):
+                if setup is None:
+                    continue
+                figures = [f"{setup.time_ms:.1f}", _joules(setup), f"{setup.peak_memory_bytes / 1e6:.1f}"]
+                above = f"{setup.cost(tuned.objective) / each.bound - 1:.1%}"
+                sizes = [str(number) for number in (each.chunk_length, *cut)]
+                table.append([*sizes, *figures, above, setup.attention, setup.partition, how])
+        _print_table(table, 8)
+    if tuned.gap is not None:
+        click.echo(
+            f"the objective of the choice is within {max(0.0, tuned.gap):.1%} of a lower bound over all partitions, "
+            "policies and chunks in flight"
+        )
+
+
+def _print_table(table: Sequence[Sequence[str]], num_right: int) -> None:
+    """Print rows in columns, of which the first are aligned on the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [c.rjust(w) if i < num_right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         click.echo("  ".join(cells).rstrip())
+
+
+def _joules(choice: Setup) -> str:
+    return "" if choice.energy_joules is None else f"{choice.energy_joules:.2f}"
 
 
 def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
@@ -221,10 +292,15 @@ def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
         marks.append("default" if tuned.fits(choice) else "default, exceeds the memory limit")
     return [
         f"{choice.time_ms:.1f}",
-        *(f"{time:.1f}" for time in choice.times_ms if is_several),
+        *(
+            f"{time:.1f}"
+            for time in dict(zip(tuned.prompt_lengths, choice.times_ms, strict=True)).values()
+            if is_several
+        ),
+        *([f"{choice.cost('p95'):.1f}"] if tuned.objective == "p95" else []),
         f"{tuned.default.time_ms / choice.time_ms:.2f}x",
         f"{choice.peak_memory_bytes / 1e6:.1f}",
-        "" if choice.energy_joules is None else f"{choice.energy_joules:.2f}",
+        _joules(choice),
         str(choice.chunk_length),
         "auto" if choice.chunks_in_flight is None else str(choice.chunks_in_flight),
         choice.policy,

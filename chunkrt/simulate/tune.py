@@ -1,6 +1,8 @@
 """Search for the best chunk length, partition, attention, policy and number of chunks in flight on a device.
 
-Every point of a grid is simulated; choices within the memory limit are ranked by an objective.
+Every point of a grid is simulated; choices within the memory limit are ranked by an objective. The grid has partitions
+of whole kinds of modules. Then the partition of every module is searched for the chunk lengths and attentions whose
+lower bound is below the best of the grid.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import inf
+from operator import le
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.engine.arguments import read_size
@@ -27,6 +31,7 @@ from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, fin
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
 from chunkrt.simulate.experiments import GridRow, experiment, near_plans_of, plans_of, with_shadow
+from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Objective, PartitionSearch, cost_of
 
 NATURAL = "natural"
 PARTITIONS: Mapping[str, Placement] = {
@@ -46,8 +51,6 @@ the embedding and the LM head are on the CPU. The embedding (a look-up) stays on
 Feed-forward networks are called "mlp" here; `partitions_of` inserts a decoder's own name.
 """
 
-ON_CPU = "cpu"
-
 CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
 """Multiples of 32, because an NPU rounds other lengths up to the next multiple."""
 
@@ -57,18 +60,11 @@ CHUNKS_IN_FLIGHT = (None, 2, 4, 8, 16)
 SEARCHED_POLICIES = (DEFAULT_POLICY, *(name for name in POLICIES if name not in (DEFAULT_POLICY, "sequential")))
 """All policies except the one without overlap."""
 
-TIE = 0.01
-"""Relative tolerance: choices that are worse than the best by at most this share count as equally good, and the one
-with the least memory wins.
-"""
+MOST_SEARCHES = 4
+"""Number of pairs of an attention and a chunk length for which the partition of every module is searched."""
 
-Objective = Literal["time", "energy", "edp"]
-"""Quantity to minimise: "time" is the time to first token, in exchange for energy at ENERGY_EXPONENT; "energy" is the
-energy; "edp" is their product."""
-
-ENERGY_EXPONENT = 0.1
-"""Exchange rate of the objective "time": 1 % of the time to first token is worth 10 % of the energy. The objective is
-time * energy ** ENERGY_EXPONENT. Without power figures, it is the time."""
+SEARCHED = "searched"
+"""First word of the names of partitions that a search found."""
 
 WINDOWS = (512, 1024, 2048, 4096)
 """Windows of attention on the NPU to search, up to the first that holds the longest prompt."""
@@ -102,11 +98,30 @@ class Setup:
 
     def cost(self, objective: Objective) -> float:
         """Return the quantity to minimise. Without power figures it is the time."""
-        if self.energy_joules is None:
-            return self.time_ms
-        exponents = {"time": (1.0, ENERGY_EXPONENT), "energy": (0.0, 1.0), "edp": (1.0, 1.0)}
-        of_time, of_energy = exponents[objective]
-        return float(self.time_ms**of_time * self.energy_joules**of_energy)
+        return cost_of(objective, self.times_ms, self.energy_joules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedPartition:
+    """Result of the search over partitions for one attention and chunk length.
+
+    Attributes:
+        bound: lower bound of the objective over all partitions and orders of tasks.
+        rule, found: the partition by the rule and the best one, both with the default policy and number of chunks in
+            flight; `rule` is None if it does not fit the attention.
+        rule_cut, found_cut: sizes of both cuts.
+        is_exact: no partition is better; otherwise only the bound limits the others.
+    """
+
+    attention: str
+    chunk_length: int
+    bound: float
+    rule: Setup | None
+    found: Setup
+    rule_cut: CutSize
+    found_cut: CutSize
+    num_simulated: int
+    is_exact: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +133,10 @@ class Tuned:
         choices: choices with different predictions, the fastest first.
         best: the best choice.
         default: the engine's default, with the longest searched chunk length if 32 was not searched.
-        num_simulated: number of choices before duplicates were dropped.
+        num_simulated: number of choices of the grid before duplicates were dropped, and of searched partitions.
+        searched: searches over the partitions of all modules, the lowest bound first; empty for measured profiles and
+            engine directories.
+        bound: lower bound of the objective over all searched axes; None without such searches.
         left_out: reasons by name of partitions that were not simulated.
     """
 
@@ -133,7 +151,26 @@ class Tuned:
     best: Setup
     default: Setup = field(repr=False)
     num_simulated: int
+    searched: tuple[SearchedPartition, ...] = field(repr=False)
+    bound: float | None
     left_out: Mapping[str, str] = field(repr=False)
+
+    @property
+    def gap(self) -> float | None:
+        """Share by which the best choice's objective exceeds the lower bound; None without a bound."""
+        return None if self.bound is None else self.best.cost(self.objective) / self.bound - 1
+
+    @property
+    def pareto(self) -> tuple[Setup, ...]:
+        """Choices within the memory that no other choice exceeds in time, memory or energy without being worse in
+        another one, the fastest first."""
+        able = [choice for choice in self.choices if self.fits(choice)]
+        points = [(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0) for c in able]
+        front: dict[tuple[float, ...], Setup] = {}
+        for choice, point in zip(able, points, strict=True):
+            if not any(other != point and all(map(le, other, point)) for other in points):
+                front.setdefault(point, choice)
+        return tuple(front.values())
 
     def fits(self, choice: Setup) -> bool:
         """Return True if a choice stays within the memory limit."""
@@ -219,7 +256,7 @@ def tune(
     fixed = _Fixed.of(model, device)
     scheme = fixed.scheme_or(scheme)
     lengths = fixed.chunk_lengths_or(chunk_lengths)
-    prompt_lengths = list(dict.fromkeys(prompt_lengths))
+    prompt_lengths = list(prompt_lengths)
     partitions: dict[str, Placement] = {NATURAL: PARTITIONS[NATURAL]}
     left_out: dict[str, str] = {}
     if fixed.reason and placements:
@@ -242,8 +279,8 @@ def tune(
                 if able := _with_attention(partitions, plans, attention, max(lengths), shadowed):
                     yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
 
-    choices: list[Setup] = []
-    for attention, able, policies, in_flight in parts():
+    def simulated(part: _Part, lengths: Sequence[int]) -> list[Setup]:
+        attention, able, policies, in_flight = part
         rows = experiment(
             model,
             devices=[device],
@@ -263,7 +300,29 @@ def tune(
         grouped: dict[tuple[str, int, str, int | None], list[GridRow]] = defaultdict(list)
         for row, (name, _, length, policy, flight) in zip(rows, grid, strict=True):
             grouped[name, length, policy, flight].append(row)
-        choices += [_choice(key, able, found) for key, found in grouped.items()]
+        return [_choice(key, able, found) for key, found in grouped.items()]
+
+    choices = [choice for part in parts() for choice in simulated(part, lengths)]
+    searched: list[SearchedPartition] = []
+    bound, num_searched = None, 0
+    if not fixed.reason and isinstance(device, DeviceProfile):
+        search = PartitionSearch(plan, shadowed, device, prompt_lengths, objective, memory_bytes)
+        costs = [c.cost(objective) for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
+        usable = dict.fromkeys(choice.attention for choice in choices)
+        for found in _searches(search, list(product(usable, lengths)), min(costs, default=inf), progress):
+            bound = found.bound if bound is None else min(bound, found.bound)
+            if found.partition is None:
+                continue
+            num_searched += found.partition.num_simulated
+            name = f"{SEARCHED} {len(searched) + 1}"
+            policies, in_flight = (
+                (SEARCHED_POLICIES, CHUNKS_IN_FLIGHT) if found.attention == ON_CPU else ((DEFAULT_POLICY,), (None,))
+            )
+            placement = {name: found.partition.placement}
+            made = simulated((found.attention, placement, policies, in_flight), [found.chunk_length])
+            of_grid = [c for c in choices if (c.attention, c.chunk_length) == (found.attention, found.chunk_length)]
+            searched.append(_compared(search, found, of_grid, made))
+            choices += made
     usual = DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths else max(lengths)
     default = next(c for c in choices if (c.partition, c.attention, c.chunk_length) == (NATURAL, ON_CPU, usual))
     return Tuned(
@@ -277,8 +336,62 @@ def tune(
         choices=tuple(sorted(_distinct(choices), key=lambda choice: choice.time_ms)),
         best=_best(choices, memory_bytes, objective),
         default=default,
-        num_simulated=len(choices),
+        num_simulated=len(choices) + num_searched,
+        searched=tuple(searched),
+        bound=bound,
         left_out=left_out,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Searched:
+    """One pair of an attention and a chunk length, with its lower bound, and the best partition if it was searched."""
+
+    attention: str
+    chunk_length: int
+    bound: float
+    partition: Found | None
+
+
+def _searches(
+    search: PartitionSearch, pairs: Sequence[tuple[str, int]], known: float, progress: Progress
+) -> Iterator[_Searched]:
+    """Search the partitions for the pairs whose bounds are below the best known cost, the lowest bound first."""
+    bounds = {}
+    for index, pair in enumerate(pairs):
+        bounds[pair] = search.bound(*pair)
+        progress("bounding partitions", index + 1, len(pairs))
+    for index, pair in enumerate(sorted(pairs, key=bounds.__getitem__)):
+        attention, chunk_length = pair
+        found = None
+        if index < MOST_SEARCHES and bounds[pair] < known:
+            found = search.search(attention, chunk_length)
+            known = min(known, found.cost)
+            progress("searching partitions", index + 1, min(MOST_SEARCHES, len(pairs)))
+        if found is not None and found.cost == inf:  # none fits the memory
+            found = None
+        yield _Searched(attention=attention, chunk_length=chunk_length, bound=bounds[pair], partition=found)
+
+
+def _compared(
+    search: PartitionSearch, searched: _Searched, of_grid: Sequence[Setup], made: Sequence[Setup]
+) -> SearchedPartition:
+    found = searched.partition
+    assert found is not None
+
+    def usual(choice: Setup) -> bool:
+        return choice.policy == DEFAULT_POLICY and choice.chunks_in_flight is None
+
+    return SearchedPartition(
+        attention=searched.attention,
+        chunk_length=searched.chunk_length,
+        bound=searched.bound,
+        rule=next((choice for choice in of_grid if choice.partition == NATURAL and usual(choice)), None),
+        found=next(choice for choice in made if usual(choice)),
+        rule_cut=search.size_of(search.cuts.labels, searched.attention, searched.chunk_length),
+        found_cut=search.size_of(found.labels, searched.attention, searched.chunk_length),
+        num_simulated=found.num_simulated,
+        is_exact=found.is_exact,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.graph.operators import attended_pairs, node_flops
@@ -153,8 +153,7 @@ class ModelledWork:
     ) -> None:
         self._plan, self._scheme, self._device = plan, scheme, device
         self._chunk_length, self._chunks = chunk_length, chunks
-        self._twins = twins(plan)
-        self._known: dict[tuple[str, ChunkWork], Work] = {}
+        self._known: dict[tuple[Any, ChunkWork], Work] = {}
 
     def __call__(self, task: Task) -> Work:
         """Return the work of one task."""
@@ -167,7 +166,7 @@ class ModelledWork:
             chunk = ChunkWork(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
         if not subgraph.all_state:
             chunk = ChunkWork(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
-        key = self._twins[subgraph.name], chunk
+        key = self._alike[subgraph.name], chunk
         if key not in self._known:
             self._known[key] = self._work(subgraph, chunk)
         return self._known[key]
@@ -266,6 +265,17 @@ class ModelledWork:
         taken = [name for name in subgraph.inputs if self._homes.get(name, "cpu") != subgraph.device]
         given = [name for name in subgraph.outputs if self._readers.get(name, set()) - {subgraph.device}]
         return taken, given
+
+    @cached_property
+    def _alike(self) -> dict[str, Any]:
+        """Keys of the subgraphs, by name: equal for the same operators and shapes, if values of the same shapes cross
+        to and from the other device."""
+        shapes = {name: tensor.shape for name, tensor in self._plan.tensors.items()}
+        alike = twins(self._plan)
+        return {
+            s.name: (alike[s.name], *(tuple(shapes[name] for name in edge) for edge in self._crossing(s)))
+            for s in self._plan.subgraphs
+        }
 
     @cached_property
     def _homes(self) -> dict[str, str]:

@@ -86,6 +86,18 @@ def test_busy_and_idle_fill_the_makespan(plan: Plan, device: DeviceProfile, poli
     assert found.makespan_ms * 1e6 == max(event.end_ns for event in found.records[0].events)
 
 
+def test_a_task_costs_the_values_that_cross_from_the_other_processor(device: DeviceProfile) -> None:
+    """The first residual comes from the embedding on the CPU, and later residuals from the NPU itself."""
+    plan = replace(SMALL, num_layers=4).plan()
+    found = simulate(plan, device, prompt_length=32, chunk_length=32, policy="in_order", scheme="w8a16")
+    stages = found.records[0].pipeline.stages
+    us = {stages[e.task.subgraph].name: (e.end_ns - e.start_ns) / 1000 for e in found.records[0].events}
+    residual_bytes = 4 * 32 * SMALL.hidden_size
+    crossing_us = device.transfer.fixed_us + residual_bytes / (1000 * device.transfer.gb_per_s)
+    assert us["static.1"] - us["static.2"] == pytest.approx(crossing_us, abs=0.002)
+    assert us["static.2"] == us["static.3"]
+
+
 def test_overlapped_conversion_saves_at_most_its_own_time(plan: Plan, device: DeviceProfile) -> None:
     device = replace(device, transfer=replace(device.transfer, gb_per_s=0.5))
     options = {"prompt_length": 512, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}

@@ -18,10 +18,12 @@ import chunkrt.simulate.tune as search
 from chunkrt.cli.profile import profile as profile_command
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
+from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.simulate import Shape, find_device, simulate
 from chunkrt.simulate.experiments import near_plans_of
-from chunkrt.simulate.tune import NATURAL, PARTITIONS, TIE, Setup, Tuned, tune
+from chunkrt.simulate.search import TIE
+from chunkrt.simulate.tune import NATURAL, PARTITIONS, SEARCHED, Setup, Tuned, tune
 
 GGUF = str(checkpoint("llama_biased_gguf"))
 SMALL = Shape(
@@ -73,7 +75,12 @@ def by_hand(
     partition: str, attention: str, chunk_length: int, policy: str, in_flight: int | None
 ) -> tuple[float, int, float]:
     """Return the geometric mean of the times, the largest memory and the total energy of one choice; simulated here."""
-    plan, placement = plan_of(partition), {**PARTITIONS, **MINE}[partition]
+    return figures_of(plan_of(partition), {**PARTITIONS, **MINE}[partition], attention, chunk_length, policy, in_flight)
+
+
+def figures_of(
+    plan: Plan, placement: Placement, attention: str, chunk_length: int, policy: str, in_flight: int | None
+) -> tuple[float, int, float]:
     found = [
         simulate(
             plan,
@@ -102,15 +109,22 @@ def grid() -> list[tuple[str, str, int, str, int | None]]:
 
 def test_every_choice_has_the_figures_of_its_simulations(tuned: Tuned) -> None:
     for choice in tuned.choices:
-        key = (choice.partition, choice.attention, choice.chunk_length, choice.policy, choice.chunks_in_flight)
-        assert (choice.time_ms, choice.peak_memory_bytes, choice.energy_joules) == by_hand(*key)
-    assert {c.partition for c in tuned.choices} == {*PARTITIONS, *MINE}
+        key = (choice.attention, choice.chunk_length, choice.policy, choice.chunks_in_flight)
+        figures = (choice.time_ms, choice.peak_memory_bytes, choice.energy_joules)
+        if choice.partition.startswith(SEARCHED):
+            assert figures == figures_of(SMALL.plan(choice.placement), choice.placement, *key)
+        else:
+            assert figures == by_hand(choice.partition, *key)
+    assert of_grid(tuned) == {*PARTITIONS, *MINE}
+    assert {c.partition for c in tuned.choices} - of_grid(tuned) == {s.found.partition for s in tuned.searched}
     assert tuned.left_out == {}
 
 
 def test_the_best_is_the_smallest_of_the_good_ones(tuned: Tuned) -> None:
     figures = [by_hand(*key) for key in grid()]
-    assert tuned.num_simulated == len(figures)
+    assert tuned.num_simulated >= len(figures)
+    searched = [c for c in tuned.choices if c.partition.startswith(SEARCHED)]
+    figures += [(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0) for c in searched]
     costs = [time * energy**0.1 for time, _, energy in figures]
     good = [figure for figure, cost in zip(figures, costs, strict=True) if cost <= (1 + TIE) * min(costs)]
     expected = min(good, key=lambda figure: (figure[1], figure[0]))
@@ -133,9 +147,43 @@ def test_much_energy_is_not_paid_for_little_time() -> None:
     options = {"partition": "natural", "placement": {}, "attention": "cpu", "chunk_length": 32, "policy": "in_order"}
     options |= {"chunks_in_flight": None, "times_ms": (100.0,), "peak_memory_bytes": 1}
     usual = Setup(**options, time_ms=100.0, energy_joules=1.0)
-    wasteful = replace(usual, time_ms=98.0, energy_joules=1.44)
-    fast = replace(usual, time_ms=90.0, energy_joules=1.44)
+    wasteful = replace(usual, times_ms=(98.0,), energy_joules=1.44)
+    fast = replace(usual, times_ms=(90.0,), energy_joules=1.44)
     assert fast.cost("time") < usual.cost("time") < wasteful.cost("time")
+
+
+def of_grid(tuned: Tuned) -> set[str]:
+    """Return the partitions of the grid, which no search found."""
+    return {c.partition for c in tuned.choices if not c.partition.startswith(SEARCHED)}
+
+
+def test_the_bound_is_below_every_choice_and_the_gap_is_that_of_the_best(tuned: Tuned) -> None:
+    assert tuned.bound is not None
+    assert all(choice.cost("time") >= tuned.bound for choice in tuned.choices)
+    assert tuned.gap == pytest.approx(tuned.best.cost("time") / tuned.bound - 1)
+    for searched in tuned.searched:
+        assert searched.bound >= tuned.bound
+        assert searched.found.cost("time") >= searched.bound
+        assert searched.rule is None or searched.found.cost("time") <= searched.rule.cost("time")
+        placed = SMALL.plan(searched.found.placement)
+        if searched.attention == "cpu":
+            on_npu = sum(subgraph.device == "npu" for subgraph in placed.subgraphs)
+            assert searched.found_cut[:2] == (on_npu, len(placed.subgraphs) - on_npu)
+
+
+def test_pareto_front_has_every_choice_that_no_other_exceeds(tuned: Tuned) -> None:
+    points = {(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0) for c in tuned.choices}
+    front = {p for p in points if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)}
+    assert {(c.time_ms, c.peak_memory_bytes, c.energy_joules) for c in tuned.pareto} == front
+    assert len(tuned.pareto) == len(front)
+
+
+def test_p95_is_the_time_that_one_of_twenty_prompts_exceeds() -> None:
+    lengths = [32] * 18 + [64, 500]
+    found = tune(SMALL, "sd8gen3", prompt_lengths=lengths, chunk_lengths=[32, 64], objective="p95", workers=1)
+    of_64 = [choice.times_ms[18] for choice in found.choices]
+    assert found.best.cost("p95") == found.best.times_ms[18]
+    assert found.best.times_ms[18] <= (1 + TIE) * min(of_64)
 
 
 def test_default_choice_is_the_engines_default(tuned: Tuned) -> None:
@@ -172,7 +220,7 @@ def test_settings_file_has_the_choice_and_its_conditions(tuned: Tuned, tmp_path:
 def test_partitions_that_the_npu_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "PARTITIONS", {NATURAL: {}, "look-up on npu": {"model.embed_tokens": "npu"}})
     found = tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], workers=1)
-    assert {c.partition for c in found.choices} == {NATURAL}
+    assert of_grid(found) == {NATURAL}
     assert "the NPU does not support Gather" in found.left_out["look-up on npu"]
 
 
@@ -181,7 +229,7 @@ def test_partitions_that_the_npu_refuses_are_left_out(monkeypatch: pytest.Monkey
 def test_every_partition_is_one_of_any_family(name: str) -> None:
     found = tune(str(checkpoint(name)), "sd8gen3", prompt_lengths=[40], chunk_lengths=[32], workers=1)
     assert found.left_out == {}
-    assert {c.partition for c in found.choices} == set(PARTITIONS)
+    assert of_grid(found) == set(PARTITIONS)
     assert len({c.times_ms for c in found.choices if c.partition not in (NATURAL, "norms on cpu")}) > 5
 
 
@@ -215,6 +263,29 @@ def test_the_command_prints_a_table_and_writes_a_file_that_runs(command, tmp_pat
     ran = command("bench", GGUF, "-p", "20", "-n", "0", "-r", "1", "-o", "json", "--settings", path)
     [row] = json.loads(ran.out)
     assert (row["scheme"], row["chunk"]) == (settings["scheme"], settings["chunk_length"])
+
+
+def test_a_mix_of_prompts_is_a_file_or_drawn(command, tmp_path: Path) -> None:
+    mix = tmp_path / "prompts.txt"
+    mix.write_text("20\n64\n20\n")
+    for prompts, expected in ((str(mix), 3), ("uniform:10:60", 20)):
+        options = ["-p", prompts, "--chunk", "32", "--objective", "p95", "-o", tmp_path / "tuned.toml"]
+        finished = command("tune", GGUF, "--device", "sd8gen3", *options, "--json")
+        assert finished.status == 0, finished.err
+        found = json.loads(finished.out)
+        assert len(found["prompt_lengths"]) == expected
+        assert all(len(choice["times_ms"]) == expected for choice in found["choices"])
+
+
+def test_command_prints_the_partitions_of_rule_and_optimiser_and_the_front(command, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.toml"
+    finished = command(
+        "tune", str(checkpoint("lfm2")), "--device", "sd8gen3", "-p", "60", "--chunk", "32", "-o", path, "--pareto"
+    )
+    assert finished.status == 0, finished.err
+    assert "partitions by the rule and by the optimiser" in finished.out
+    assert "searched 1" in finished.out
+    assert "of a lower bound over all partitions" in finished.out
 
 
 def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
