@@ -7,15 +7,17 @@ The profiles in `devices/` are compiled from published numbers; every number nam
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from chunkrt.backends.qnn.socs import SOCS, find_soc
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.tasks import Processor, processors_for
+from chunkrt.simulate.compose import DEFAULT_SOFTWARE, SOFTWARE, compose, find_facts, soc_facts, software_table
 from chunkrt.simulate.measured import MeasuredProfile, read_measured
 from chunkrt.simulate.tables import Source, build, read_table
 
@@ -35,11 +37,16 @@ class OperatorCost:
     Attributes:
         gb_per_s: speed of reading its weights, keys and values, or (for "other") its inputs and outputs.
         gops: 10^9 operations per second; a multiply-add counts as two.
+        tile_rows: rows of a linear are computed in tiles of as many; a last, shorter tile takes as long as a full one.
+        softmax_g_per_s: for attention, 10^9 scores per second of mask, softmax and conversion, after the products;
+            None if `gops` includes them.
     """
 
     fixed_us: float
     gb_per_s: float
     gops: float
+    tile_rows: float | None = None
+    softmax_g_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +56,31 @@ class ProcessorCost:
     Attributes:
         task_us: time for starting and ending any task.
         busy_watts: power while the processor runs a task.
+        cache_bytes: bytes of one element of the keys and values; None stands for 2.
+        fast_mb: size of the memory next to the processor, in 10^6 bytes. A linear whose input exceeds half of it is
+            computed in several parts, each of which reads the weights again, and its input and output go through the
+            shared memory. None: all inputs fit.
     """
 
     task_us: float
     busy_watts: float
     operators: Mapping[str, OperatorCost]
+    cache_bytes: float | None = None
+    fast_mb: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
     """Cost of values that cross to another device: conversion and copying at `gb_per_s`, plus `fixed_us` for each
-    value."""
+    value.
+
+    Attributes:
+        cache_gb_per_s: speed of copying the cache slots that a graph reads; None stands for `gb_per_s`.
+    """
 
     fixed_us: float
     gb_per_s: float
+    cache_gb_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +99,8 @@ class DeviceProfile:
         soc: Qualcomm's name, as in `backends/qnn/socs.py`.
         prompt_us: overhead of a prompt before its first task.
         idle_watts: constant power of the complete device.
+        model_error: error of a time that comes from the model and not from its parameters, as a share of the time: the
+            standard deviation of the logarithm over the published figures that did not enter the profile.
         accuracy: comparison of predictions with measured runs, which did not enter the profile.
         sources: source of every parameter, by its dotted path.
     """
@@ -93,6 +113,7 @@ class DeviceProfile:
     transfer: TransferCost = field(repr=False)
     npu: ProcessorCost = field(repr=False)
     cpu: ProcessorCost = field(repr=False)
+    model_error: float | None = None
     accuracy: str = "not compared with any run"
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
 
@@ -122,12 +143,29 @@ def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile
         return read_profile(_FOLDER / f"{name}.toml")
     if name.endswith(".toml"):
         return read_profile(Path(name))
+    soc_name, plus, software = name.partition("+")
+    if plus and software in SOFTWARE and (known := find_facts(soc_name)):
+        return composed_profile(*known, software_table(software), place=name)
     with suppress(ConfigError):
         soc = find_soc(name).name
         profiles = (read_profile(_FOLDER / f"{device}.toml") for device in sorted(DEVICES, key=len))
         if found := next((p for p in profiles if isinstance(p, DeviceProfile) and p.soc == soc), None):
             return found
-    raise unknown_name("device", name, DEVICES, hint=f"available: {', '.join(DEVICES)}, or a profile's TOML file")
+    if known := find_facts(name):
+        return composed_profile(*known, software_table(DEFAULT_SOFTWARE), place=name)
+    hint = f"available: {', '.join(DEVICES)}; an SoC with a software, as in SM8850+genie; or a profile's TOML file"
+    raise unknown_name("device", name, [*DEVICES, *(f"{soc_name}+{s}" for s in SOFTWARE)], hint=hint)
+
+
+def composed_profile(
+    soc: str, facts: Mapping[str, Any], software: Mapping[str, Any], *, place: str
+) -> DeviceProfile:
+    """Return the profile of an SoC with a software, from the facts of the former and the table of the latter.
+
+    Raises:
+        ConfigError: a key is unknown, missing or invalid; the message begins with `place`.
+    """
+    return _checked(compose(soc, facts, software), place, [*SOCS, *soc_facts()])
 
 
 def read_profile(path: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile:
@@ -140,10 +178,14 @@ def read_profile(path: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfil
     table = read_table(path)
     if "measured" in table:
         return read_measured(table, path)
+    return _checked(table, str(path), [*SOCS])
+
+
+def _checked(table: Mapping[str, Any], path: str, known_socs: Sequence[str]) -> DeviceProfile:
     sources: dict[str, Source] = {}
-    profile = build(DeviceProfile, table, str(path), sources)
-    if profile.soc not in SOCS:
-        raise ConfigError(f"{path}: {unknown_name('SoC', profile.soc, SOCS)}")
+    profile = build(DeviceProfile, table, path, sources)
+    if profile.soc not in known_socs:
+        raise ConfigError(f"{path}: {unknown_name('SoC', profile.soc, known_socs)}")
     for name in ("npu", "cpu"):
         operators = getattr(profile, name).operators
         for operator in operators:
@@ -153,7 +195,7 @@ def read_profile(path: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfil
             if operator not in operators:
                 raise ConfigError(f"{path}: the table '{name}.operators.{operator}' is missing")
     for key in sources:
-        if key.endswith(("gb_per_s", "gops")) and _lookup(profile, key) == 0:
+        if key.endswith(("gb_per_s", "gops", "g_per_s", "tile_rows", "fast_mb")) and _lookup(profile, key) == 0:
             raise ConfigError(f"{path}: {key} is 0, expected a speed above 0")
     return replace(profile, sources=sources)
 
