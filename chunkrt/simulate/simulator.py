@@ -3,9 +3,11 @@ device."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
+from math import exp, hypot
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +30,7 @@ from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
+from chunkrt.simulate.tables import ENDS
 from chunkrt.simulate.work import ChunkWork, ModelledWork, WorkOf, cut, measured_work, with_sums
 
 
@@ -65,6 +68,18 @@ class LinkShares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Ends between which the true values lie with a probability of 80 %.
+
+    The errors of the profile's parameters and of the model are independent. A parameter's error counts by the share of
+    the tasks' time that it causes. The model's error is `DeviceProfile.model_error`.
+    """
+
+    time_to_first_token_ms: tuple[float, float]
+    tokens_per_s: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
     """Result of one simulated prompt.
 
@@ -78,7 +93,10 @@ class Simulation:
         overlap: share of the makespan in which two or more tasks of these roles ran.
         link: usage of the link; None for a decoder on one rank.
         peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight.
+        interval: None for a measured profile.
         energy_joules: None if the profile has no power figures, or with several ranks.
+        ms_by_parameter: milliseconds of all tasks by the parameter of the profile that causes them, the longest first;
+            empty for a measured profile. Tasks that run at once all count.
         records: records of all tasks, like the executors' records of runs; traces are drawn from them. A prompt without
             attention on the NPU has one record. A chunk with attention on the NPU has its own record, because an engine
             computes such chunks one after another.
@@ -93,6 +111,7 @@ class Simulation:
     time_to_first_token_ms: float
     tokens_per_s: float
     makespan_ms: float
+    interval: Interval | None
     processors: Mapping[str, ProcessorShares]
     npu_busy: float
     cpu_busy: float
@@ -100,6 +119,7 @@ class Simulation:
     link: LinkShares | None
     peak_memory_bytes: int
     energy_joules: float | None
+    ms_by_parameter: Mapping[str, float]
     records: tuple[RunRecord, ...]
 
     def __repr__(self) -> str:
@@ -115,7 +135,12 @@ class Simulation:
         """Return all fields except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
-        return figures | {"processors": processors, "link": None if self.link is None else asdict(self.link)}
+        return figures | {
+            "processors": processors,
+            "interval": None if self.interval is None else asdict(self.interval),
+            "ms_by_parameter": dict(self.ms_by_parameter),
+            "link": None if self.link is None else asdict(self.link),
+        }
 
 
 def simulate(
@@ -189,6 +214,7 @@ def simulate(
     prompt_us = device.prompt_us if isinstance(device, DeviceProfile) else device.budget(threads).prompt_us
     end_ns = records[-1].end_ns
     ttft_ns = end_ns + 1000 * prompt_us
+    by_parameter = _ms_by_parameter(runs, prompt_us)
     plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
     return Simulation(
         device=device.name,
@@ -200,11 +226,13 @@ def simulate(
         time_to_first_token_ms=ttft_ns / 1e6,
         tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
         makespan_ms=end_ns / 1e6,
+        interval=_interval(device, by_parameter, ttft_ns, prompt_length) if isinstance(device, DeviceProfile) else None,
         processors=_shares(records),
         **asdict(_utilisation(records)),
         link=None if link is None else _link_shares(runs[0], link, ranks),
         peak_memory_bytes=_memory(plan, plans, found_scheme, records, prompt_length),
         energy_joules=_energy(device, runs, ttft_ns) if isinstance(device, DeviceProfile) else None,
+        ms_by_parameter=by_parameter if isinstance(device, DeviceProfile) else {},
         records=records,
     )
 
@@ -343,6 +371,33 @@ def _check_ranks(
                 f"the scheme {scheme.name!r} is static, and the simulation of {ranks} ranks has no NPU; use a dynamic "
                 "scheme or 'float'"
             )
+
+
+DEFAULT_MODEL_ERROR = 0.3
+"""Error of the model for a profile that was not compared with any run: about that of the profiles that were."""
+
+
+def _ms_by_parameter(runs: Sequence[_Run], prompt_us: float) -> dict[str, float]:
+    """Return the milliseconds of all tasks by parameter, the longest first."""
+    found: dict[str, float] = defaultdict(float, {"prompt_us": prompt_us / 1000})
+    for run in runs:
+        for event in run.record.events:
+            for name, us in run.work_of(event.task).us_by_parameter.items():
+                found[name] += us / 1000
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _interval(device: DeviceProfile, ms: Mapping[str, float], ttft_ns: float, prompt_length: int) -> Interval:
+    """Return the interval of a time, given the milliseconds by parameter."""
+    total = sum(ms.values()) or 1.0
+    errors = [device.sources[name].log_deviation * of_one / total for name, of_one in ms.items() if name in device.sources]
+    model = DEFAULT_MODEL_ERROR if device.model_error is None else device.model_error
+    factor = exp(ENDS * hypot(model, *errors))
+    times = ttft_ns / factor, ttft_ns * factor
+    return Interval(
+        time_to_first_token_ms=(times[0] / 1e6, times[1] / 1e6),
+        tokens_per_s=(1e9 * prompt_length / max(times[1], 1), 1e9 * prompt_length / max(times[0], 1)),
+    )
 
 
 def _link_shares(run: _Run, link: LinkProfile, ranks: int) -> LinkShares:

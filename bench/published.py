@@ -1,0 +1,125 @@
+"""Published figures of `published.csv`, and their predictions by the simulator."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.graph.placement import Placement
+from chunkrt.graph.plan import Plan
+from chunkrt.simulate import DeviceProfile, Simulation, find_shape, simulate
+
+Metric = Literal["prefill", "decode"]
+
+FILE = Path(__file__).parent / "published.csv"
+SCHEMES = {
+    "w4a16": "w4a16",
+    "w4f16": "w4a16",
+    "w8a16": "w8a16",
+    "q4_0": "w4a8-dynamic",
+    "q8_0": "w8a8-dynamic",
+}
+HEAD_ON_NPU: Placement = {"lm_head": "npu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One published rate in tokens/s, with its operating point.
+
+    Attributes:
+        on: the processor.
+        prompt_length: None if the source does not tell it.
+        prompt_range: ends of the prompt lengths that the source allows.
+        context_length: length of the padded context of a graph on the NPU; of the cache otherwise.
+        excluded: reason why it is neither fitted nor predicted.
+    """
+
+    id: str
+    system: str
+    soc: str
+    model: str
+    weights: str
+    on: Literal["npu", "cpu"]
+    metric: Metric
+    published: float
+    prompt_length: int
+    prompt_range: tuple[int, int]
+    chunk_length: int
+    context_length: int
+    excluded: str
+    source: str
+
+    @property
+    def software(self) -> str:
+        """Name of the software in `chunkrt/simulate/software`."""
+        if self.on == "cpu":
+            return "llama.cpp"
+        return "genie-float16" if self.weights == "w4f16" else "genie"
+
+
+def read_figures() -> list[Figure]:
+    """Return the figures of all rows: up to two of each, prefill and decode."""
+    found: list[Figure] = []
+    with FILE.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            prompt = int(row["prompt"] or 128)
+            ends = int(row["prompt_low"] or prompt), int(row["prompt_high"] or prompt)
+            found += [
+                Figure(
+                    id=row["id"],
+                    system=row["system"],
+                    soc=row["soc"],
+                    model=row["model"],
+                    weights=row["format"],
+                    on=row["on"],  # type: ignore[arg-type]
+                    metric=metric,
+                    published=float(row[metric]),
+                    prompt_length=prompt,
+                    prompt_range=ends,
+                    chunk_length=int(row["chunk"]),
+                    context_length=int(row["context"]),
+                    excluded=row["excluded"],
+                    source=row["source"],
+                )
+                for metric in ("prefill", "decode")
+                if row[metric]
+            ]
+    return found
+
+
+def run(figure: Figure, device: DeviceProfile, prompt_length: int | None = None) -> Simulation:
+    """Simulate a figure. A token of an answer is a chunk of one row, which the NPU computes by a graph of its own."""
+    is_decode = figure.metric == "decode"
+    chunk = 1 if is_decode else figure.chunk_length
+    return simulate(
+        _plan(figure.model, figure.on),
+        device,
+        prompt_length=1 if is_decode else prompt_length or figure.prompt_length,
+        chunk_length=chunk,
+        policy="look_ahead",
+        scheme=SCHEMES[figure.weights],
+        near=_near(figure.model, figure.context_length, chunk) if figure.on == "npu" else {},
+    )
+
+
+@cache
+def _plan(model: str, on: str) -> Plan:
+    plan = find_shape(model).plan(HEAD_ON_NPU)
+    return plan.on_cpu() if on == "cpu" else plan
+
+
+@cache
+def _near(model: str, context_length: int, chunk_length: int) -> dict[int, Plan]:
+    """Return the plan whose attention reads a padded context, chunk included."""
+    window = context_length - chunk_length
+    if window < 1:  # one graph for the complete context, without a cache
+        window = 1
+    options = EngineOptions(attention="npu", npu_window=window)
+    plan = _plan(model, "npu")
+    found = near_plans(plan, HEAD_ON_NPU, options, plan.context_length, chunk_length)
+    return {near.reach: near.plan for near in found}

@@ -1,0 +1,166 @@
+"""Fit of composed profiles to published figures.
+
+The fit minimises the squared errors of the logarithms of all rates, in units of `NOISE`, plus the squared distances of
+the numbers from their prior values, in units of their prior deviations: the posterior's mode. The numbers are those of
+a software, which all SoCs share, and facts about SoCs. Derivatives come from the simulation: a number that causes a
+share of the time changes the logarithm of the time by that share.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from published import Figure, run
+
+from chunkrt.simulate import DeviceProfile
+from chunkrt.simulate.compose import soc_facts, software_table
+from chunkrt.simulate.profile import composed_profile
+from chunkrt.simulate.tables import DEFAULT_FACTOR, ENDS
+
+NOISE = 0.15
+"""Deviation of the logarithm of a published rate from a model with the right numbers."""
+
+ITERATIONS = 12
+MOST_STEP = 0.5
+
+LINEARS = ("linear_a8", "linear_a16", "linear_float")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """Numbers of a software that are fitted as one.
+
+    Attributes:
+        prior: the value before any figure is seen.
+        factor: distance of the ends of its 80 % range.
+    """
+
+    name: str
+    paths: Sequence[str]
+    prior: float
+    factor: float
+
+
+def _of(kinds: Sequence[str], name: str, processor: str = "npu") -> list[str]:
+    return [f"{processor}.operators.{kind}.{name}" for kind in kinds]
+
+
+NPU = (
+    Number(name="gops", paths=[*_of(LINEARS[1:], "gops"), *_of(["attention"], "gops")], prior=360, factor=2),
+    Number(name="weights", paths=_of(LINEARS, "gb_per_s"), prior=0.7, factor=1.4),
+    Number(name="cache", paths=_of(["attention"], "gb_per_s"), prior=0.35, factor=2),
+    Number(name="softmax", paths=_of(["attention"], "softmax_g_per_s"), prior=3, factor=3),
+    Number(name="start", paths=_of(LINEARS, "fixed_us"), prior=5, factor=3),
+    Number(name="attention start", paths=_of(["attention"], "fixed_us"), prior=20, factor=3),
+    Number(name="graph", paths=["npu.task_us"], prior=300, factor=2),
+    Number(name="prompt", paths=["prompt_us"], prior=1000, factor=3),
+)
+CPU = (
+    Number(name="gops", paths=_of(LINEARS[:1], "gops", "cpu"), prior=0.3, factor=2),
+    Number(name="weights", paths=_of([*LINEARS, "attention", "other"], "gb_per_s", "cpu"), prior=0.6, factor=1.4),
+    Number(name="attention", paths=_of(["attention"], "gops", "cpu"), prior=0.06, factor=3),
+    Number(name="start", paths=_of([*LINEARS, "other"], "fixed_us", "cpu"), prior=10, factor=3),
+)
+NUMBERS: Mapping[str, Sequence[Number]] = {"genie": NPU, "genie-float16": NPU, "llama.cpp": CPU}
+FACTS = ("npu_tops", "npu_threads", "npu_gb_per_s", "cpu_gops", "cpu_gb_per_s")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Logarithms of fitted numbers over their prior values, by (software, number) and by (SoC, fact)."""
+
+    logs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def profile(self, soc: str, software: str) -> DeviceProfile:
+        """Return the profile of an SoC with a software, with the fitted numbers."""
+        table = copy.deepcopy(software_table(software))
+        for number in NUMBERS[software]:
+            for path in number.paths:
+                _entry(table, path)["value"] = number.prior * math.exp(self.logs.get((software, number.name), 0.0))
+        facts = {name: dict(fact) if isinstance(fact, Mapping) else fact for name, fact in soc_facts()[soc].items()}
+        for name in FACTS:
+            facts[name]["value"] = nominal(soc, name) * math.exp(self.logs.get((soc, name), 0.0))
+        for entry in (*_entries(table), *(facts[name] for name in FACTS)):
+            entry.pop("range", None)
+        return composed_profile(soc, facts, table, place=f"{soc}+{software}")
+
+
+def nominal(soc: str, fact: str) -> float:
+    """Return a fact before any figure is seen."""
+    entry = soc_facts()[soc][fact]
+    return float(entry.get("nominal", entry["value"]))
+
+
+def _entry(table: dict[str, Any], path: str) -> dict[str, Any]:
+    for key in path.split("."):
+        table = table[key]
+    return table
+
+
+def _entries(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for entry in table.values():
+        if isinstance(entry, dict):
+            found += [entry] if "value" in entry else _entries(entry)
+    return found
+
+
+def _deviation(fact: Mapping[str, Any]) -> float:
+    """Return the deviation of the logarithm of a fact."""
+    factor = DEFAULT_FACTOR[fact.get("guess", False)]
+    value = fact.get("nominal", fact["value"])
+    low, high = fact.get("nominal_range", fact.get("range", [value / factor, value * factor]))
+    return math.log(high / low) / (2 * ENDS)
+
+
+def fit(figures: Sequence[Figure]) -> Fit:
+    """Fit the numbers of all software and SoCs that occur among the figures."""
+    softwares = sorted({f.software for f in figures})
+    priors = {(s, n.name): math.log(n.factor) / ENDS for s in softwares for n in NUMBERS[s]}
+    facts = soc_facts()
+    priors |= {(soc, name): _deviation(facts[soc][name]) for soc in sorted({f.soc for f in figures}) for name in FACTS}
+    keys = list(priors)
+    index = {key: i for i, key in enumerate(keys)}
+    deviations = np.array([priors[key] for key in keys])
+    logs = np.zeros(len(keys))
+    for _ in range(ITERATIONS):
+        current = Fit(dict(zip(keys, map(float, logs), strict=True)))
+        errors, slopes = np.zeros(len(figures)), np.zeros((len(figures), len(keys)))
+        profiles = {pair: current.profile(*pair) for pair in sorted({(f.soc, f.software) for f in figures})}
+        for row, figure in enumerate(figures):
+            simulation = run(figure, profiles[figure.soc, figure.software])
+            errors[row] = math.log(simulation.tokens_per_s / figure.published)
+            for key, slope in _slopes(figure, simulation.ms_by_parameter).items():
+                slopes[row, index[key]] += slope
+        # Large errors count by their size and not by its square, so that one wrong figure decides little.
+        weights = np.minimum(1.0, 2 * NOISE / np.maximum(np.abs(errors), 1e-9)) / NOISE**2
+        left = slopes.T @ (slopes * weights[:, None]) + np.diag(deviations**-2)
+        right = -slopes.T @ (weights * errors) - logs / deviations**2
+        step = np.linalg.solve(left, right)
+        logs += np.clip(step, -MOST_STEP, MOST_STEP)
+        if np.abs(step).max() < 1e-3:
+            break
+    return Fit(dict(zip(keys, map(float, logs), strict=True)))
+
+
+def _slopes(figure: Figure, ms: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    """Return the derivatives of the logarithm of a rate by the logarithms of numbers and facts."""
+    total = sum(ms.values())
+    table = software_table(figure.software)
+    number_of = {path: n.name for n in NUMBERS[figure.software] for path in n.paths}
+    found: dict[tuple[str, str], float] = {}
+    for path, of_one in ms.items():
+        slope = -of_one / total if path.endswith("_us") else of_one / total
+        if path in number_of:
+            key = figure.software, number_of[path]
+            found[key] = found.get(key, 0.0) + slope
+        fact = _entry(table, path).get("of")
+        if fact in FACTS:
+            key = figure.soc, fact
+            found[key] = found.get(key, 0.0) + slope
+    return found
