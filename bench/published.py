@@ -61,6 +61,12 @@ class Figure:
             return "llama.cpp"
         return "genie-float16" if self.weights == "w4f16" else "genie"
 
+    @property
+    def operating_point(self) -> tuple[object, ...]:
+        """All that determines the prediction."""
+        lengths = self.prompt_length, self.chunk_length, self.context_length
+        return self.soc, self.software, self.model, self.weights, self.metric, lengths
+
 
 def read_figures() -> list[Figure]:
     """Return the figures of all rows: up to two of each, prefill and decode."""

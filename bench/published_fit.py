@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from published import Figure, run
 
-from chunkrt.simulate import DeviceProfile
+from chunkrt.simulate import DeviceProfile, Simulation
 from chunkrt.simulate.compose import soc_facts, software_table
 from chunkrt.simulate.profile import composed_profile
 from chunkrt.simulate.tables import DEFAULT_FACTOR, ENDS
@@ -25,7 +25,7 @@ from chunkrt.simulate.tables import DEFAULT_FACTOR, ENDS
 NOISE = 0.15
 """Deviation of the logarithm of a published rate from a model with the right numbers."""
 
-ITERATIONS = 12
+ITERATIONS = 8
 MOST_STEP = 0.5
 
 LINEARS = ("linear_a8", "linear_a16", "linear_float")
@@ -55,6 +55,7 @@ NPU = (
     Number(name="weights", paths=_of(LINEARS, "gb_per_s"), prior=0.7, factor=1.4),
     Number(name="cache", paths=_of(["attention"], "gb_per_s"), prior=0.35, factor=2),
     Number(name="softmax", paths=_of(["attention"], "softmax_g_per_s"), prior=3, factor=3),
+    Number(name="other", paths=_of(["other"], "gb_per_s"), prior=50, factor=3),
     Number(name="start", paths=_of(LINEARS, "fixed_us"), prior=5, factor=3),
     Number(name="attention start", paths=_of(["attention"], "fixed_us"), prior=20, factor=3),
     Number(name="graph", paths=["npu.task_us"], prior=300, factor=2),
@@ -63,7 +64,7 @@ NPU = (
 CPU = (
     Number(name="gops", paths=_of(LINEARS[:1], "gops", "cpu"), prior=0.3, factor=2),
     Number(name="weights", paths=_of([*LINEARS, "attention", "other"], "gb_per_s", "cpu"), prior=0.6, factor=1.4),
-    Number(name="attention", paths=_of(["attention"], "gops", "cpu"), prior=0.06, factor=3),
+    Number(name="attention", paths=_of(["attention"], "gops", "cpu"), prior=0.06, factor=2),
     Number(name="start", paths=_of([*LINEARS, "other"], "fixed_us", "cpu"), prior=10, factor=3),
 )
 NUMBERS: Mapping[str, Sequence[Number]] = {"genie": NPU, "genie-float16": NPU, "llama.cpp": CPU}
@@ -72,28 +73,44 @@ FACTS = ("npu_tops", "npu_threads", "npu_gb_per_s", "cpu_gops", "cpu_gb_per_s")
 
 @dataclass(frozen=True)
 class Fit:
-    """Logarithms of fitted numbers over their prior values, by (software, number) and by (SoC, fact)."""
+    """Logarithms of fitted numbers over their prior values, by (software, number) and by (SoC, fact), and the
+    deviations of these logarithms. Other numbers keep their prior values and deviations."""
 
     logs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    deviations: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
-    def profile(self, soc: str, software: str) -> DeviceProfile:
+    def profile(self, soc: str, software: str, model_error: float = 0.0) -> DeviceProfile:
         """Return the profile of an SoC with a software, with the fitted numbers."""
         table = copy.deepcopy(software_table(software))
+        table["model_error"] = {"value": model_error, "source": "bench/replay.py"}
         for number in NUMBERS[software]:
+            value, ends = self.number(software, number)
             for path in number.paths:
-                _entry(table, path)["value"] = number.prior * math.exp(self.logs.get((software, number.name), 0.0))
+                _entry(table, path).update(value=value, range=ends)
         facts = {name: dict(fact) if isinstance(fact, Mapping) else fact for name, fact in soc_facts()[soc].items()}
         for name in FACTS:
-            facts[name]["value"] = nominal(soc, name) * math.exp(self.logs.get((soc, name), 0.0))
-        for entry in (*_entries(table), *(facts[name] for name in FACTS)):
-            entry.pop("range", None)
+            value, ends = self.fact(soc, name)
+            facts[name].update(value=value, range=ends)
         return composed_profile(soc, facts, table, place=f"{soc}+{software}")
 
+    def number(self, software: str, number: Number) -> tuple[float, list[float]]:
+        """Return a number's value and the ends of its range."""
+        return self._value((software, number.name), number.prior, math.log(number.factor) / ENDS)
 
-def nominal(soc: str, fact: str) -> float:
+    def fact(self, soc: str, name: str) -> tuple[float, list[float]]:
+        """Return a fact's value and the ends of its range."""
+        entry = soc_facts()[soc][name]
+        return self._value((soc, name), nominal(entry), _deviation(entry))
+
+    def _value(self, key: tuple[str, str], prior: float, deviation: float) -> tuple[float, list[float]]:
+        value = prior * math.exp(self.logs.get(key, 0.0))
+        factor = math.exp(ENDS * self.deviations.get(key, deviation))
+        return value, [value / factor, value * factor]
+
+
+def nominal(fact: Mapping[str, Any]) -> float:
     """Return a fact before any figure is seen."""
-    entry = soc_facts()[soc][fact]
-    return float(entry.get("nominal", entry["value"]))
+    return float(fact.get("nominal", fact["value"]))
 
 
 def _entry(table: dict[str, Any], path: str) -> dict[str, Any]:
@@ -102,18 +119,10 @@ def _entry(table: dict[str, Any], path: str) -> dict[str, Any]:
     return table
 
 
-def _entries(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for entry in table.values():
-        if isinstance(entry, dict):
-            found += [entry] if "value" in entry else _entries(entry)
-    return found
-
-
 def _deviation(fact: Mapping[str, Any]) -> float:
     """Return the deviation of the logarithm of a fact."""
     factor = DEFAULT_FACTOR[fact.get("guess", False)]
-    value = fact.get("nominal", fact["value"])
+    value = nominal(fact)
     low, high = fact.get("nominal_range", fact.get("range", [value / factor, value * factor]))
     return math.log(high / low) / (2 * ENDS)
 
@@ -132,8 +141,12 @@ def fit(figures: Sequence[Figure]) -> Fit:
         current = Fit(dict(zip(keys, map(float, logs), strict=True)))
         errors, slopes = np.zeros(len(figures)), np.zeros((len(figures), len(keys)))
         profiles = {pair: current.profile(*pair) for pair in sorted({(f.soc, f.software) for f in figures})}
+        known: dict[object, Simulation] = {}
         for row, figure in enumerate(figures):
-            simulation = run(figure, profiles[figure.soc, figure.software])
+            point = figure.operating_point
+            if point not in known:
+                known[point] = run(figure, profiles[figure.soc, figure.software])
+            simulation = known[point]
             errors[row] = math.log(simulation.tokens_per_s / figure.published)
             for key, slope in _slopes(figure, simulation.ms_by_parameter).items():
                 slopes[row, index[key]] += slope
@@ -145,7 +158,8 @@ def fit(figures: Sequence[Figure]) -> Fit:
         logs += np.clip(step, -MOST_STEP, MOST_STEP)
         if np.abs(step).max() < 1e-3:
             break
-    return Fit(dict(zip(keys, map(float, logs), strict=True)))
+    spread = np.sqrt(np.diag(np.linalg.inv(left)))
+    return Fit(dict(zip(keys, map(float, logs), strict=True)), dict(zip(keys, map(float, spread), strict=True)))
 
 
 def _slopes(figure: Figure, ms: Mapping[str, float]) -> dict[tuple[str, str], float]:

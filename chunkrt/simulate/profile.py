@@ -57,9 +57,9 @@ class ProcessorCost:
         task_us: time for starting and ending any task.
         busy_watts: power while the processor runs a task.
         cache_bytes: bytes of one element of the keys and values; None stands for 2.
-        fast_mb: size of the memory next to the processor, in 10^6 bytes. A linear whose input exceeds half of it is
-            computed in several parts, each of which reads the weights again, and its input and output go through the
-            shared memory. None: all inputs fit.
+        fast_mb: size of the memory next to the processor, in 10^6 bytes. A linear whose input exceeds it is computed in
+            several parts, each of which reads the weights again, and its input and output go through the shared memory.
+            None: all inputs fit.
     """
 
     task_us: float

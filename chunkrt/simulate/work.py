@@ -244,9 +244,9 @@ class ModelledWork:
                 operations = ceil(rows / tile) * tile * node_flops(node, self._plan)
             depth, columns = resolve(tensors[weight].shape, {})
             taken, fast = rows * depth * ACTIVATION_BYTES[kind], processor.fast_mb
-            if fast is not None and taken > (half := 1e6 * fast / 2):
+            if fast is not None and taken > 1e6 * fast:
                 given = rows * columns * ACTIVATION_BYTES[kind]
-                num_bytes = shared_bytes = ceil(taken / half) * num_bytes + taken + given
+                num_bytes = shared_bytes = ceil(taken / (1e6 * fast)) * num_bytes + taken + given
         elif node.op in ATTENTION_OPS:
             num_bytes = shared_bytes = self._cache_bytes(processor) * self._state_elements(node, chunk)
             kind = "attention"

@@ -1,0 +1,201 @@
+"""Published figures, predicted by the simulator with profiles that were fitted without them.
+
+    python bench/replay.py              # leave one system out: every figure, and a summary for each system
+    python bench/replay.py --fit        # fit the shipped profiles to all figures, and write them
+
+`published.csv` lists the figures with their operating points. A figure that another source contradicts is set aside,
+with that source. In turn, each system is left out: the profiles are fitted to the figures of the others and predict its
+own. AI Hub is left out by SoC, together with all other figures of that SoC's NPU, as for an SoC that nobody has
+measured. A last split fits six models in Q4_0 of PocketPal with the others, and predicts the rest of PocketPal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import click
+from published import Figure, read_figures, run
+from published_fit import FACTS, NUMBERS, Fit, fit
+
+from chunkrt.simulate import compose
+from chunkrt.simulate.compose import soc_facts
+from chunkrt.simulate.tables import ENDS
+
+FITTED_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2", "ExecuTorch", "GenieX")
+POCKETPAL_FIT = ("qwen2.5-1.5b", "qwen3-1.7b", "phi-3.5-mini", "smollm2-1.7b", "gemma-3-1b", "lfm2.5-1.2b")
+GOALS = (0.15, 0.35, 0.8)
+SIMULATE = Path(compose.__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Figures that are left out together.
+
+    Attributes:
+        is_held: returns True for a figure that is predicted.
+        is_unseen: returns True for a figure that is not fitted either, e.g. another one of the same NPU.
+    """
+
+    name: str
+    is_held: Callable[[Figure], bool]
+    is_unseen: Callable[[Figure], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A figure and its prediction.
+
+    Attributes:
+        deviation: of the logarithm, by the parameters of the profile.
+        ends: rates at the ends of the prompt lengths that the source allows.
+    """
+
+    split: str
+    figure: Figure
+    predicted: float
+    deviation: float
+    ends: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.figure.published - 1
+
+    def needed_error(self) -> float:
+        """Return the least error of the model with which the interval holds the figure."""
+        low, high = min(self.ends), max(self.ends)
+        published = self.figure.published
+        distance = math.log(low / published) if published < low else math.log(published / high) if published > high else 0
+        needed = distance / ENDS
+        return math.sqrt(max(0.0, needed**2 - self.deviation**2))
+
+    def interval(self, model_error: float) -> tuple[float, float]:
+        """Return the ends of the prediction."""
+        factor = math.exp(ENDS * math.hypot(self.deviation, model_error))
+        return min(self.ends) / factor, max(self.ends) * factor
+
+
+def splits(figures: Sequence[Figure]) -> list[Split]:
+    """Return all splits."""
+
+    def of_soc(soc: str) -> Split:
+        return Split(
+            name=f"AI Hub, {soc}",
+            is_held=lambda f: f.system == "AI Hub" and f.soc == soc,
+            is_unseen=lambda f: f.on == "npu" and f.soc == soc,
+        )
+
+    def of_system(system: str) -> Split:
+        def is_held(figure: Figure) -> bool:
+            return figure.system == system
+
+        return Split(name=system, is_held=is_held, is_unseen=is_held)
+
+    def is_rest(figure: Figure) -> bool:
+        in_fit = figure.weights == "q4_0" and figure.model in POCKETPAL_FIT
+        return figure.system == "PocketPal" and not in_fit
+
+    socs = sorted({f.soc for f in figures if f.system == "AI Hub"})
+    systems = ["PowerServe", "mllm v2", "ExecuTorch", "GenieX", "PocketPal"]
+    systems += sorted({f.system for f in figures if f.on == "cpu"} - {"PocketPal"})
+    rest = Split(name="PocketPal, Q8_0 and five models", is_held=is_rest, is_unseen=is_rest)
+    return [*map(of_soc, socs), *map(of_system, systems), rest]
+
+
+def predict(split: Split, figures: Sequence[Figure]) -> list[Prediction]:
+    """Fit without a split's figures, and predict them."""
+    held = [figure for figure in figures if split.is_held(figure)]
+    softwares = {figure.software for figure in held}
+    others = [f for f in figures if f.software in softwares and not (split.is_unseen(f) or split.is_held(f))]
+    fitted = fit(others)
+    return [_predict(split.name, figure, fitted) for figure in held]
+
+
+def _predict(split: str, figure: Figure, fitted: Fit) -> Prediction:
+    device = fitted.profile(figure.soc, figure.software)
+    simulation = run(figure, device)
+    assert simulation.interval is not None
+    low, high = simulation.interval.tokens_per_s
+    ends = (simulation.tokens_per_s, simulation.tokens_per_s)
+    if figure.metric == "prefill" and figure.prompt_range != (figure.prompt_length, figure.prompt_length):
+        first, last = (run(figure, device, length).tokens_per_s for length in figure.prompt_range)
+        ends = first, last
+    return Prediction(
+        split=split,
+        figure=figure,
+        predicted=simulation.tokens_per_s,
+        deviation=math.log(high / low) / (2 * ENDS),
+        ends=ends,
+    )
+
+
+def model_error(predictions: Sequence[Prediction]) -> float:
+    """Return the least error of the model with which the intervals hold 80 % of the figures."""
+    needed = sorted(p.needed_error() for p in predictions)
+    return needed[min(len(needed) - 1, math.ceil(GOALS[2] * len(needed)) - 1)]
+
+
+def report(predictions: Sequence[Prediction]) -> None:
+    """Print every figure, and a summary for each split."""
+    line = "{:5} {:10} {:9} {:29} {:6} {:8} {:>9} {:>9} {:>7}  {}"
+    click.echo(line.format("row", "", "SoC", "model", "format", "rate", "published", "predicted", "error", "80 %"))
+    summary: list[str] = []
+    names = list(dict.fromkeys(p.split for p in predictions))
+    for name in names:
+        own = [p for p in predictions if p.split == name]
+        software = {p.figure.software for p in own}
+        others = [p for p in predictions if p.split != name and p.figure.software in software and "five" not in p.split]
+        error = model_error(others)
+        click.echo(f"left out: {name}; model error {error:.2f} by the other splits")
+        inside = 0
+        for p in own:
+            f, (low, high) = p.figure, p.interval(error)
+            inside += low <= f.published <= high
+            figures = (f"{f.published:g}", f"{p.predicted:.1f}", f"{p.error:+.0%}", f"{low:.1f} to {high:.1f}")
+            click.echo(line.format(f.id, "", f.soc, f.model, f.weights, f.metric, *figures))
+        for metric in ("prefill", "decode"):
+            errors = [abs(p.error) for p in own if p.figure.metric == metric]
+            if errors:
+                kept = [p for p in own if p.figure.metric == metric]
+                within = sum(p.interval(error)[0] <= p.figure.published <= p.interval(error)[1] for p in kept)
+                summary.append(
+                    f"| {name} | {metric} | {len(errors)} | {median(errors):.0%} | {max(errors):.0%} | "
+                    f"{within} of {len(errors)} |"
+                )
+    click.echo("\n| left out | rate | figures | median error | worst | in the interval |")
+    click.echo("| --- | --- | ---: | ---: | ---: | ---: |")
+    click.echo("\n".join(summary))
+    main = [p for p in predictions if "five" not in p.split]
+    errors = [abs(p.error) for p in main]
+    click.echo(f"all {len(main)} figures: median {median(errors):.0%}, worst {max(errors):.0%}")
+    for software in sorted({p.figure.software for p in main}):
+        own = [p for p in main if p.figure.software == software]
+        errors = [abs(p.error) for p in own]
+        click.echo(
+            f"{software}: {len(own)} figures, median {median(errors):.0%}, {sum(e <= 0.35 for e in errors)} within 35 %, "
+            f"worst {max(errors):.0%}, model error {model_error(own):.2f}"
+        )
+
+
+@click.command()
+@click.option("--only", help="Leave out only the splits whose name contains this text.")
+def replay(only: str | None) -> None:
+    """Predict published figures with profiles that were fitted without them."""
+    everything = read_figures()
+    usable = [f for f in everything if not f.excluded and f.system in {*FITTED_SYSTEMS} | {"PocketPal"} or f.on == "cpu"]
+    usable = [f for f in usable if not f.excluded]
+    click.echo(f"{len(everything)} figures, {len(usable)} used\n\nSet aside:")
+    for f in everything:
+        if f.excluded and f.metric == "prefill":
+            click.echo(f"- {f.id}, {f.system}, {f.model or 'model'}: {f.excluded}")
+    chosen = [split for split in splits(usable) if only is None or only in split.name]
+    report([prediction for split in chosen for prediction in predict(split, usable)])
+
+
+if __name__ == "__main__":
+    replay()
