@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import find_scheme
 from chunkrt.simulate import DeviceProfile, Simulation, find_shape, simulate
 
 Metric = Literal["prefill", "decode"]
@@ -36,6 +39,8 @@ class Figure:
         prompt_length: None if the source does not tell it.
         prompt_range: ends of the prompt lengths that the source allows.
         context_length: length of the padded context of a graph on the NPU; of the cache otherwise.
+        is_cold: the graph ran for the first time in its process, so that its weights came from storage as far as they
+            were not in memory: between the time of a warm run, and that plus reading all weights once.
         excluded: reason why it is neither fitted nor predicted.
     """
 
@@ -49,6 +54,7 @@ class Figure:
     published: float
     prompt_length: int
     prompt_range: tuple[int, int]
+    is_cold: bool
     chunk_length: int
     context_length: int
     excluded: str
@@ -65,7 +71,22 @@ class Figure:
     def operating_point(self) -> tuple[object, ...]:
         """All that determines the prediction."""
         lengths = self.prompt_length, self.chunk_length, self.context_length
-        return self.soc, self.software, self.model, self.weights, self.metric, lengths
+        return self.soc, self.software, self.model, self.weights, self.metric, lengths, self.is_cold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A predicted rate.
+
+    Attributes:
+        rate: the prediction; the middle of `ends` on a logarithmic scale for a cold run.
+        ends: rates at the ends of what the source leaves open about the operating point.
+        simulation: the simulated warm run.
+    """
+
+    rate: float
+    ends: tuple[float, float]
+    simulation: Simulation
 
 
 def read_figures() -> list[Figure]:
@@ -87,6 +108,7 @@ def read_figures() -> list[Figure]:
                     published=float(row[metric]),
                     prompt_length=prompt,
                     prompt_range=ends,
+                    is_cold=row["cold"] == "yes" and metric == "prefill",
                     chunk_length=int(row["chunk"]),
                     context_length=int(row["context"]),
                     excluded=row["excluded"],
@@ -96,6 +118,25 @@ def read_figures() -> list[Figure]:
                 if row[metric]
             ]
     return found
+
+
+STORAGE_GB_PER_S = 4.2
+"""Sequential reading from UFS 4.0, by JEDEC."""
+
+
+def predict(figure: Figure, device: DeviceProfile) -> Prediction:
+    """Predict a figure."""
+    simulation = run(figure, device)
+    rate = simulation.tokens_per_s
+    ends = rate, rate
+    if figure.is_cold:
+        stored = sum(weight_bytes(_plan(figure.model, figure.on), find_scheme(SCHEMES[figure.weights])).values())
+        cold = figure.prompt_length / (figure.prompt_length / rate + stored / (1e9 * STORAGE_GB_PER_S))
+        ends = cold, rate
+        rate = math.sqrt(cold * rate)
+    elif figure.metric == "prefill" and len(set(figure.prompt_range)) > 1:
+        ends = tuple(sorted(run(figure, device, length).tokens_per_s for length in figure.prompt_range))  # type: ignore[assignment]
+    return Prediction(rate=rate, ends=ends, simulation=simulation)
 
 
 def run(figure: Figure, device: DeviceProfile, prompt_length: int | None = None) -> Simulation:

@@ -2,7 +2,9 @@
 
 The fit minimises the squared errors of the logarithms of all rates, in units of `NOISE`, plus the squared distances of
 the numbers from their prior values, in units of their prior deviations: the posterior's mode. The numbers are those of
-a software, which all SoCs share, and facts about SoCs. Derivatives come from the simulation: a number that causes a
+a software, which all SoCs share, and facts about SoCs. Each system also has an own factor of prefill and of decode, so
+that one program's inefficiency does not count as a property of its SoC; for the systems of `REFERENCES` it is 1, and
+for a system that was not fitted it is unknown. Derivatives come from the simulation: a number that causes a
 share of the time changes the logarithm of the time by that share.
 """
 
@@ -15,15 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from published import Figure, run
+from published import Figure, Prediction, predict
 
-from chunkrt.simulate import DeviceProfile, Simulation
+from chunkrt.simulate import DeviceProfile
 from chunkrt.simulate.compose import soc_facts, software_table
 from chunkrt.simulate.profile import composed_profile
 from chunkrt.simulate.tables import DEFAULT_FACTOR, ENDS
 
 NOISE = 0.15
 """Deviation of the logarithm of a published rate from a model with the right numbers."""
+
+OWN_FACTOR = 0.3
+"""Deviation of the logarithm of a system's own factor."""
+
+REFERENCES = ("AI Hub", "PocketPal")
 
 ITERATIONS = 8
 MOST_STEP = 0.5
@@ -133,6 +140,8 @@ def fit(figures: Sequence[Figure]) -> Fit:
     priors = {(s, n.name): math.log(n.factor) / ENDS for s in softwares for n in NUMBERS[s]}
     facts = soc_facts()
     priors |= {(soc, name): _deviation(facts[soc][name]) for soc in sorted({f.soc for f in figures}) for name in FACTS}
+    own = {(f.system, f.metric) for f in figures if f.system not in REFERENCES}
+    priors |= dict.fromkeys(sorted(own), OWN_FACTOR)
     keys = list(priors)
     index = {key: i for i, key in enumerate(keys)}
     deviations = np.array([priors[key] for key in keys])
@@ -141,17 +150,23 @@ def fit(figures: Sequence[Figure]) -> Fit:
         current = Fit(dict(zip(keys, map(float, logs), strict=True)))
         errors, slopes = np.zeros(len(figures)), np.zeros((len(figures), len(keys)))
         profiles = {pair: current.profile(*pair) for pair in sorted({(f.soc, f.software) for f in figures})}
-        known: dict[object, Simulation] = {}
+        known: dict[object, Prediction] = {}
+        noises = np.full(len(figures), NOISE)
         for row, figure in enumerate(figures):
             point = figure.operating_point
             if point not in known:
-                known[point] = run(figure, profiles[figure.soc, figure.software])
-            simulation = known[point]
-            errors[row] = math.log(simulation.tokens_per_s / figure.published)
-            for key, slope in _slopes(figure, simulation.ms_by_parameter).items():
+                known[point] = predict(figure, profiles[figure.soc, figure.software])
+            found = known[point]
+            errors[row] = math.log(found.rate / figure.published) + current.logs.get(
+                (figure.system, figure.metric), 0.0
+            )
+            noises[row] = math.hypot(NOISE, math.log(found.ends[1] / found.ends[0]) / (2 * ENDS))
+            for key, slope in _slopes(figure, found.simulation.ms_by_parameter).items():
                 slopes[row, index[key]] += slope
+            if (figure.system, figure.metric) in index:
+                slopes[row, index[figure.system, figure.metric]] = 1.0
         # Large errors count by their size and not by its square, so that one wrong figure decides little.
-        weights = np.minimum(1.0, 2 * NOISE / np.maximum(np.abs(errors), 1e-9)) / NOISE**2
+        weights = np.minimum(1.0, 2 * noises / np.maximum(np.abs(errors), 1e-9)) / noises**2
         left = slopes.T @ (slopes * weights[:, None]) + np.diag(deviations**-2)
         right = -slopes.T @ (weights * errors) - logs / deviations**2
         step = np.linalg.solve(left, right)

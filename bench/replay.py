@@ -12,21 +12,19 @@ measured. A last split fits six models in Q4_0 of PocketPal with the others, and
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import click
-from published import Figure, read_figures, run
-from published_fit import FACTS, NUMBERS, Fit, fit
+from published import Figure, Prediction, predict, read_figures
+from published_fit import fit
 
 from chunkrt.simulate import compose
-from chunkrt.simulate.compose import soc_facts
 from chunkrt.simulate.tables import ENDS
 
-FITTED_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2", "ExecuTorch", "GenieX")
+NPU_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2", "ExecuTorch", "GenieX")
 POCKETPAL_FIT = ("qwen2.5-1.5b", "qwen3-1.7b", "phi-3.5-mini", "smollm2-1.7b", "gemma-3-1b", "lfm2.5-1.2b")
 GOALS = (0.15, 0.35, 0.8)
 SIMULATE = Path(compose.__file__).parent
@@ -47,37 +45,38 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A figure and its prediction.
+class HeldOut:
+    """A figure that was left out, and its prediction.
 
     Attributes:
-        deviation: of the logarithm, by the parameters of the profile.
-        ends: rates at the ends of the prompt lengths that the source allows.
+        deviation: of the prediction's logarithm, by the parameters of the profile.
     """
 
     split: str
     figure: Figure
-    predicted: float
+    prediction: Prediction
     deviation: float
-    ends: tuple[float, float]
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
-        return self.predicted / self.figure.published - 1
+        return self.prediction.rate / self.figure.published - 1
 
     def needed_error(self) -> float:
         """Return the least error of the model with which the interval holds the figure."""
-        low, high = min(self.ends), max(self.ends)
-        published = self.figure.published
-        distance = math.log(low / published) if published < low else math.log(published / high) if published > high else 0
-        needed = distance / ENDS
-        return math.sqrt(max(0.0, needed**2 - self.deviation**2))
+        low, high = self.prediction.ends
+        distance = max(0.0, math.log(low / self.figure.published), math.log(self.figure.published / high))
+        return math.sqrt(max(0.0, (distance / ENDS) ** 2 - self.deviation**2))
 
     def interval(self, model_error: float) -> tuple[float, float]:
         """Return the ends of the prediction."""
         factor = math.exp(ENDS * math.hypot(self.deviation, model_error))
-        return min(self.ends) / factor, max(self.ends) * factor
+        return self.prediction.ends[0] / factor, self.prediction.ends[1] * factor
+
+    def is_held(self, model_error: float) -> bool:
+        """Return True if the interval holds the figure."""
+        low, high = self.interval(model_error)
+        return low <= self.figure.published <= high
 
 
 def splits(figures: Sequence[Figure]) -> list[Split]:
@@ -107,40 +106,28 @@ def splits(figures: Sequence[Figure]) -> list[Split]:
     return [*map(of_soc, socs), *map(of_system, systems), rest]
 
 
-def predict(split: Split, figures: Sequence[Figure]) -> list[Prediction]:
+def leave_out(split: Split, figures: Sequence[Figure]) -> list[HeldOut]:
     """Fit without a split's figures, and predict them."""
     held = [figure for figure in figures if split.is_held(figure)]
     softwares = {figure.software for figure in held}
-    others = [f for f in figures if f.software in softwares and not (split.is_unseen(f) or split.is_held(f))]
-    fitted = fit(others)
-    return [_predict(split.name, figure, fitted) for figure in held]
+    fitted = fit([f for f in figures if f.software in softwares and not (split.is_unseen(f) or split.is_held(f))])
+    found: list[HeldOut] = []
+    for figure in held:
+        prediction = predict(figure, fitted.profile(figure.soc, figure.software))
+        assert prediction.simulation.interval is not None
+        low, high = prediction.simulation.interval.tokens_per_s
+        deviation = math.log(high / low) / (2 * ENDS)
+        found.append(HeldOut(split=split.name, figure=figure, prediction=prediction, deviation=deviation))
+    return found
 
 
-def _predict(split: str, figure: Figure, fitted: Fit) -> Prediction:
-    device = fitted.profile(figure.soc, figure.software)
-    simulation = run(figure, device)
-    assert simulation.interval is not None
-    low, high = simulation.interval.tokens_per_s
-    ends = (simulation.tokens_per_s, simulation.tokens_per_s)
-    if figure.metric == "prefill" and figure.prompt_range != (figure.prompt_length, figure.prompt_length):
-        first, last = (run(figure, device, length).tokens_per_s for length in figure.prompt_range)
-        ends = first, last
-    return Prediction(
-        split=split,
-        figure=figure,
-        predicted=simulation.tokens_per_s,
-        deviation=math.log(high / low) / (2 * ENDS),
-        ends=ends,
-    )
-
-
-def model_error(predictions: Sequence[Prediction]) -> float:
+def model_error(predictions: Sequence[HeldOut]) -> float:
     """Return the least error of the model with which the intervals hold 80 % of the figures."""
     needed = sorted(p.needed_error() for p in predictions)
     return needed[min(len(needed) - 1, math.ceil(GOALS[2] * len(needed)) - 1)]
 
 
-def report(predictions: Sequence[Prediction]) -> None:
+def report(predictions: Sequence[HeldOut]) -> None:
     """Print every figure, and a summary for each split."""
     line = "{:5} {:10} {:9} {:29} {:6} {:8} {:>9} {:>9} {:>7}  {}"
     click.echo(line.format("row", "", "SoC", "model", "format", "rate", "published", "predicted", "error", "80 %"))
@@ -152,17 +139,15 @@ def report(predictions: Sequence[Prediction]) -> None:
         others = [p for p in predictions if p.split != name and p.figure.software in software and "five" not in p.split]
         error = model_error(others)
         click.echo(f"left out: {name}; model error {error:.2f} by the other splits")
-        inside = 0
         for p in own:
             f, (low, high) = p.figure, p.interval(error)
-            inside += low <= f.published <= high
-            figures = (f"{f.published:g}", f"{p.predicted:.1f}", f"{p.error:+.0%}", f"{low:.1f} to {high:.1f}")
+            figures = (f"{f.published:g}", f"{p.prediction.rate:.1f}", f"{p.error:+.0%}", f"{low:.1f} to {high:.1f}")
             click.echo(line.format(f.id, "", f.soc, f.model, f.weights, f.metric, *figures))
         for metric in ("prefill", "decode"):
             errors = [abs(p.error) for p in own if p.figure.metric == metric]
             if errors:
                 kept = [p for p in own if p.figure.metric == metric]
-                within = sum(p.interval(error)[0] <= p.figure.published <= p.interval(error)[1] for p in kept)
+                within = sum(p.is_held(error) for p in kept)
                 summary.append(
                     f"| {name} | {metric} | {len(errors)} | {median(errors):.0%} | {max(errors):.0%} | "
                     f"{within} of {len(errors)} |"
@@ -176,9 +161,10 @@ def report(predictions: Sequence[Prediction]) -> None:
     for software in sorted({p.figure.software for p in main}):
         own = [p for p in main if p.figure.software == software]
         errors = [abs(p.error) for p in own]
+        within = sum(error <= GOALS[1] for error in errors)
         click.echo(
-            f"{software}: {len(own)} figures, median {median(errors):.0%}, {sum(e <= 0.35 for e in errors)} within 35 %, "
-            f"worst {max(errors):.0%}, model error {model_error(own):.2f}"
+            f"{software}: {len(own)} figures, median {median(errors):.0%}, {within} within 35 %, worst "
+            f"{max(errors):.0%}, model error {model_error(own):.2f}"
         )
 
 
@@ -187,14 +173,13 @@ def report(predictions: Sequence[Prediction]) -> None:
 def replay(only: str | None) -> None:
     """Predict published figures with profiles that were fitted without them."""
     everything = read_figures()
-    usable = [f for f in everything if not f.excluded and f.system in {*FITTED_SYSTEMS} | {"PocketPal"} or f.on == "cpu"]
-    usable = [f for f in usable if not f.excluded]
+    usable = [f for f in everything if not f.excluded and (f.system in NPU_SYSTEMS or f.on == "cpu")]
     click.echo(f"{len(everything)} figures, {len(usable)} used\n\nSet aside:")
     for f in everything:
         if f.excluded and f.metric == "prefill":
             click.echo(f"- {f.id}, {f.system}, {f.model or 'model'}: {f.excluded}")
     chosen = [split for split in splits(usable) if only is None or only in split.name]
-    report([prediction for split in chosen for prediction in predict(split, usable)])
+    report([prediction for split in chosen for prediction in leave_out(split, usable)])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The profiles in `devices/` are compiled from published numbers; every number nam
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -50,12 +51,52 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThrottleCost:
+    """Loss of a processor's clock to heat: above `from_c` degrees Celsius, the share `per_c` for each degree, down to
+    the share `least` of the full clock."""
+
+    from_c: float
+    per_c: float
+    least: float
+
+    def clock(self, celsius: float) -> float:
+        """Return the share of the full clock at a temperature."""
+        return min(1.0, max(self.least, 1.0 - self.per_c * (celsius - self.from_c)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThermalCost:
+    """A device's temperature, as that of one body: `ambient_c` degrees Celsius without load, in the long run `c_per_w`
+    degrees more for each watt, and `j_per_c` joules for each degree."""
+
+    ambient_c: float
+    c_per_w: float
+    j_per_c: float
+
+    def after(self, celsius: float, watts: float, seconds: float) -> float:
+        """Return the temperature after some seconds of constant power: dT/dt = (watts - (T - ambient) / R) / C."""
+        final = self.ambient_c + watts * self.c_per_w
+        return final + (celsius - final) * math.exp(-seconds / (self.c_per_w * self.j_per_c))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeCost:
+    """A power mode of the NPU, relative to the numbers of the profile: its clock, the speed at which it reads memory,
+    and its power while busy."""
+
+    clock: float
+    bandwidth: float
+    watts: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessorCost:
     """One processor, which runs one task at a time.
 
     Attributes:
         task_us: time for starting and ending any task.
         busy_watts: power while the processor runs a task.
+        throttle: None if heat never slows it down.
         cache_bytes: bytes of one element of the keys and values; None stands for 2.
         fast_mb: size of the memory next to the processor, in 10^6 bytes. A linear whose input exceeds it is computed in
             several parts, each of which reads the weights again, and its input and output go through the shared memory.
@@ -67,6 +108,30 @@ class ProcessorCost:
     operators: Mapping[str, OperatorCost]
     cache_bytes: float | None = None
     fast_mb: float | None = None
+    throttle: ThrottleCost | None = None
+
+    def at(self, clock: float, bandwidth: float, watts: float) -> ProcessorCost:
+        """Return the costs at a share of the clock, of the memory's speed, and of the power.
+
+        Operators that do not read weights or caches work in the processor's own memory, whose speed is the clock's.
+        """
+
+        def slowed(kind: str, cost: OperatorCost) -> OperatorCost:
+            softmax = cost.softmax_g_per_s
+            return replace(
+                cost,
+                fixed_us=cost.fixed_us / clock,
+                gb_per_s=cost.gb_per_s * (clock if kind == "other" else bandwidth),
+                gops=cost.gops * clock,
+                softmax_g_per_s=None if softmax is None else softmax * clock,
+            )
+
+        return replace(
+            self,
+            task_us=self.task_us / clock,
+            busy_watts=self.busy_watts * watts,
+            operators={kind: slowed(kind, cost) for kind, cost in self.operators.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +166,8 @@ class DeviceProfile:
         idle_watts: constant power of the complete device.
         model_error: error of a time that comes from the model and not from its parameters, as a share of the time: the
             standard deviation of the logarithm over the published figures that did not enter the profile.
+        modes: power modes of the NPU, by the names of `--power-mode`.
+        thermal: None if the profile says nothing of heat.
         accuracy: comparison of predictions with measured runs, which did not enter the profile.
         sources: source of every parameter, by its dotted path.
     """
@@ -114,6 +181,8 @@ class DeviceProfile:
     npu: ProcessorCost = field(repr=False)
     cpu: ProcessorCost = field(repr=False)
     model_error: float | None = None
+    modes: Mapping[str, ModeCost] = field(default_factory=dict, repr=False)
+    thermal: ThermalCost | None = field(default=None, repr=False)
     accuracy: str = "not compared with any run"
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
 
@@ -126,6 +195,19 @@ class DeviceProfile:
         calls = 2 if overlaps_conversion else 1
         has_npu = any(s.device == "npu" for s in plan.subgraphs)
         return processors_for(calls if has_npu else None, 1, num_computing=1)
+
+    def in_mode(self, name: str) -> DeviceProfile:
+        """Return the profile in a power mode of its NPU.
+
+        Raises:
+            ConfigError: the profile has no such mode; the message lists its modes.
+        """
+        if name not in self.modes:
+            if not self.modes:
+                raise ConfigError(f"{self.name} has no power modes; omit the mode {name!r}")
+            raise unknown_name(f"power mode of {self.name}", name, self.modes)
+        mode = self.modes[name]
+        return replace(self, name=f"{self.name}, {name}", npu=self.npu.at(mode.clock, mode.bandwidth, mode.watts))
 
     def processor_cost(self, device: Device) -> ProcessorCost:
         """Return the cost of the processor that serves in a role."""
@@ -157,9 +239,7 @@ def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile
     raise unknown_name("device", name, [*DEVICES, *(f"{soc_name}+{s}" for s in SOFTWARE)], hint=hint)
 
 
-def composed_profile(
-    soc: str, facts: Mapping[str, Any], software: Mapping[str, Any], *, place: str
-) -> DeviceProfile:
+def composed_profile(soc: str, facts: Mapping[str, Any], software: Mapping[str, Any], *, place: str) -> DeviceProfile:
     """Return the profile of an SoC with a software, from the facts of the former and the table of the latter.
 
     Raises:

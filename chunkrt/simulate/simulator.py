@@ -77,6 +77,7 @@ class Interval:
 
     time_to_first_token_ms: tuple[float, float]
     tokens_per_s: tuple[float, float]
+    energy_joules: tuple[float, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ class Simulation:
         peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight.
         interval: None for a measured profile.
         energy_joules: None if the profile has no power figures, or with several ranks.
+        joules: the energy by processor and state: "npu busy", "cpu busy", "memory" and "idle"; the last one is the
+            constant power of the complete device. Empty if there are no power figures.
         ms_by_parameter: milliseconds of all tasks by the parameter of the profile that causes them, the longest first;
             empty for a measured profile. Tasks that run at once all count.
         records: records of all tasks, like the executors' records of runs; traces are drawn from them. A prompt without
@@ -119,6 +122,7 @@ class Simulation:
     link: LinkShares | None
     peak_memory_bytes: int
     energy_joules: float | None
+    joules: Mapping[str, float]
     ms_by_parameter: Mapping[str, float]
     records: tuple[RunRecord, ...]
 
@@ -215,6 +219,11 @@ def simulate(
     end_ns = records[-1].end_ns
     ttft_ns = end_ns + 1000 * prompt_us
     by_parameter = _ms_by_parameter(runs, prompt_us)
+    joules: dict[str, float] = {}
+    interval: Interval | None = None
+    if isinstance(device, DeviceProfile):
+        joules = _joules(device, runs, ttft_ns)
+        interval = _interval(device, by_parameter, joules, ttft_ns, prompt_length)
     plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
     return Simulation(
         device=device.name,
@@ -226,12 +235,13 @@ def simulate(
         time_to_first_token_ms=ttft_ns / 1e6,
         tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
         makespan_ms=end_ns / 1e6,
-        interval=_interval(device, by_parameter, ttft_ns, prompt_length) if isinstance(device, DeviceProfile) else None,
+        interval=interval,
         processors=_shares(records),
         **asdict(_utilisation(records)),
         link=None if link is None else _link_shares(runs[0], link, ranks),
         peak_memory_bytes=_memory(plan, plans, found_scheme, records, prompt_length),
-        energy_joules=_energy(device, runs, ttft_ns) if isinstance(device, DeviceProfile) else None,
+        energy_joules=sum(joules.values()) if joules else None,
+        joules=joules,
         ms_by_parameter=by_parameter if isinstance(device, DeviceProfile) else {},
         records=records,
     )
@@ -387,16 +397,40 @@ def _ms_by_parameter(runs: Sequence[_Run], prompt_us: float) -> dict[str, float]
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _interval(device: DeviceProfile, ms: Mapping[str, float], ttft_ns: float, prompt_length: int) -> Interval:
-    """Return the interval of a time, given the milliseconds by parameter."""
-    total = sum(ms.values()) or 1.0
-    errors = [device.sources[name].log_deviation * of_one / total for name, of_one in ms.items() if name in device.sources]
+POWER_PARAMETERS = {
+    "npu busy": "npu.busy_watts",
+    "cpu busy": "cpu.busy_watts",
+    "memory": "memory.pj_per_byte",
+    "idle": "idle_watts",
+}
+
+
+def _interval(
+    device: DeviceProfile, ms: Mapping[str, float], joules: Mapping[str, float], ttft_ns: float, prompt_length: int
+) -> Interval:
+    """Return the intervals of a time and an energy, given the milliseconds by parameter and the joules by state."""
+
+    def deviations(shares: Mapping[str, float]) -> list[float]:
+        total = sum(shares.values()) or 1.0
+        known = {name: share for name, share in shares.items() if name in device.sources}
+        return [device.sources[name].log_deviation * share / total for name, share in known.items()]
+
     model = DEFAULT_MODEL_ERROR if device.model_error is None else device.model_error
-    factor = exp(ENDS * hypot(model, *errors))
+    deviation = hypot(model, *deviations(ms))
+    factor = exp(ENDS * deviation)
     times = ttft_ns / factor, ttft_ns * factor
+    energy: tuple[float, float] | None = None
+    if joules:
+        total = sum(joules.values())
+        by_time = deviation * (1 - joules["memory"] / (total or 1.0))  # the bytes do not depend on the time
+        factor = exp(
+            ENDS * hypot(by_time, *deviations({POWER_PARAMETERS[name]: of_one for name, of_one in joules.items()}))
+        )
+        energy = total / factor, total * factor
     return Interval(
         time_to_first_token_ms=(times[0] / 1e6, times[1] / 1e6),
         tokens_per_s=(1e9 * prompt_length / max(times[1], 1), 1e9 * prompt_length / max(times[0], 1)),
+        energy_joules=energy,
     )
 
 
@@ -473,13 +507,15 @@ def _memory(plan: Plan, plans: Sequence[Plan], scheme: Scheme, records: Sequence
     return weights + prompt_length * records[0].position_bytes + fixed + in_flight
 
 
-def _energy(device: DeviceProfile, runs: Sequence[_Run], ttft_ns: float) -> float | None:
+def _joules(device: DeviceProfile, runs: Sequence[_Run], ttft_ns: float) -> dict[str, float]:
+    """Return the energy by processor and state. It is empty for several ranks, because links have no power figures."""
     if any(stage.device == "link" for run in runs for stage in run.record.pipeline.stages):
-        return None
-    joules = device.idle_watts * ttft_ns / 1e9
+        return {}
+    joules = {"npu busy": 0.0, "cpu busy": 0.0, "memory": 0.0, "idle": device.idle_watts * ttft_ns / 1e9}
     for run in runs:
         for event in run.record.events:
-            watts = device.npu.busy_watts if event.processor == "npu" else device.cpu.busy_watts
-            joules += watts * event.own_ns / 1e9
-            joules += run.work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
+            on_npu = event.processor == "npu"
+            watts = device.npu.busy_watts if on_npu else device.cpu.busy_watts
+            joules["npu busy" if on_npu else "cpu busy"] += watts * event.own_ns / 1e9
+            joules["memory"] += run.work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
     return joules

@@ -1,8 +1,9 @@
 """Build dataclasses from TOML tables. Every key is checked, and every number names its source.
 
 A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`. A parameter that was neither measured
-nor published has `guess = true`, and its source gives the reason for the guess. `range = [2500, 3500]` gives the ends between which the
-true value lies with a probability of 80 %; without a range, they are a factor of 1.1 away, or of 1.5 for a guess.
+nor published has `guess = true`, and its source gives the reason for the guess. `range = [2500, 3500]` gives the ends
+between which the true value lies with a probability of 80 %; without a range, they are a factor of 1.1 away, or of 1.5
+for a guess.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def build(kind: type[Table], table: Any, place: str, sources: dict[str, Source],
 
 
 def _value(expected: Any, found: Any, place: str, path: str, sources: dict[str, Source]) -> Any:
-    if expected in (float, float | None):
+    if type(None) in get_args(expected):
+        (expected,) = (kind for kind in get_args(expected) if kind is not type(None))
+    if expected is float:
         return _parameter(found, place, path, sources)
     if is_dataclass(expected) and isinstance(expected, type):
         return build(expected, found, place, sources, f"{path}.")
