@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,9 @@ SCHEMES = {
     "q4_0": "w4a8-dynamic",
     "q8_0": "w8a8-dynamic",
 }
+SEPARATE_HEADS = ("ExecuTorch", "ExecuTorch floors", "mllm v2")
+"""Systems whose graphs have a tensor for each head."""
+
 HEAD_ON_NPU: Placement = {"lm_head": "npu"}
 
 
@@ -38,6 +41,7 @@ class Figure:
         on: the processor.
         prompt_length: None if the source does not tell it.
         prompt_range: ends of the prompt lengths that the source allows.
+        context_range: ends of the context lengths that the source allows.
         context_length: length of the padded context of a graph on the NPU; of the cache otherwise.
         is_cold: the graph ran for the first time in its process, so that its weights came from storage as far as they
             were not in memory: between the time of a warm run, and that plus reading all weights once.
@@ -57,6 +61,7 @@ class Figure:
     is_cold: bool
     chunk_length: int
     context_length: int
+    context_range: tuple[int, int]
     excluded: str
     source: str
 
@@ -65,6 +70,8 @@ class Figure:
         """Name of the software in `chunkrt/simulate/software`."""
         if self.on == "cpu":
             return "llama.cpp"
+        if self.system in SEPARATE_HEADS:
+            return "executorch"
         return "genie-float16" if self.weights == "w4f16" else "genie"
 
     @property
@@ -79,7 +86,7 @@ class Prediction:
     """A predicted rate.
 
     Attributes:
-        rate: the prediction; the middle of `ends` on a logarithmic scale for a cold run.
+        rate: the prediction; the middle of `ends` on a logarithmic scale for a cold run or an unknown context.
         ends: rates at the ends of what the source leaves open about the operating point.
         simulation: the simulated warm run.
     """
@@ -111,6 +118,7 @@ def read_figures() -> list[Figure]:
                     is_cold=row["cold"] == "yes" and metric == "prefill",
                     chunk_length=int(row["chunk"]),
                     context_length=int(row["context"]),
+                    context_range=(int(row["context_low"] or row["context"]), int(row["context"])),
                     excluded=row["excluded"],
                     source=row["source"],
                 )
@@ -134,6 +142,10 @@ def predict(figure: Figure, device: DeviceProfile) -> Prediction:
         cold = figure.prompt_length / (figure.prompt_length / rate + stored / (1e9 * STORAGE_GB_PER_S))
         ends = cold, rate
         rate = math.sqrt(cold * rate)
+    elif len(set(figure.context_range)) > 1:
+        rates = [run(replace(figure, context_length=length), device).tokens_per_s for length in figure.context_range]
+        ends = min(rates), max(rates)
+        rate = math.sqrt(ends[0] * ends[1])
     elif figure.metric == "prefill" and len(set(figure.prompt_range)) > 1:
         ends = tuple(sorted(run(figure, device, length).tokens_per_s for length in figure.prompt_range))  # type: ignore[assignment]
     return Prediction(rate=rate, ends=ends, simulation=simulation)

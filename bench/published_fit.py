@@ -74,7 +74,22 @@ CPU = (
     Number(name="attention", paths=_of(["attention"], "gops", "cpu"), prior=0.06, factor=2),
     Number(name="start", paths=_of([*LINEARS, "other"], "fixed_us", "cpu"), prior=10, factor=3),
 )
-NUMBERS: Mapping[str, Sequence[Number]] = {"genie": NPU, "genie-float16": NPU, "llama.cpp": CPU}
+HEADS = Number(name="heads", paths=["transfer.head_us"], prior=15, factor=3)
+OWN_WEIGHTS = Number(name="own weights", paths=_of(LINEARS, "gb_per_s"), prior=0.6, factor=1.4)
+NUMBERS: Mapping[str, Sequence[Number]] = {
+    "genie": NPU,
+    "genie-float16": NPU,
+    "executorch": (*(number for number in NPU if number.name != "weights"), OWN_WEIGHTS, HEADS),
+    "llama.cpp": CPU,
+}
+
+
+def key_of(software: str, number: Number) -> tuple[str, str]:
+    """Return the key of a fitted number. All but two of ExecuTorch's numbers are Genie's."""
+    is_own = software != "executorch" or number in (HEADS, OWN_WEIGHTS)
+    return (software if is_own else "genie"), number.name
+
+
 FACTS = ("npu_tops", "npu_threads", "npu_gb_per_s", "cpu_gops", "cpu_gb_per_s")
 
 
@@ -102,7 +117,7 @@ class Fit:
 
     def number(self, software: str, number: Number) -> tuple[float, list[float]]:
         """Return a number's value and the ends of its range."""
-        return self._value((software, number.name), number.prior, math.log(number.factor) / ENDS)
+        return self._value(key_of(software, number), number.prior, math.log(number.factor) / ENDS)
 
     def fact(self, soc: str, name: str) -> tuple[float, list[float]]:
         """Return a fact's value and the ends of its range."""
@@ -137,7 +152,7 @@ def _deviation(fact: Mapping[str, Any]) -> float:
 def fit(figures: Sequence[Figure]) -> Fit:
     """Fit the numbers of all software and SoCs that occur among the figures."""
     softwares = sorted({f.software for f in figures})
-    priors = {(s, n.name): math.log(n.factor) / ENDS for s in softwares for n in NUMBERS[s]}
+    priors = {key_of(s, n): math.log(n.factor) / ENDS for s in softwares for n in NUMBERS[s]}
     facts = soc_facts()
     priors |= {(soc, name): _deviation(facts[soc][name]) for soc in sorted({f.soc for f in figures}) for name in FACTS}
     own = {(f.system, f.metric) for f in figures if f.system not in REFERENCES}
@@ -181,12 +196,12 @@ def _slopes(figure: Figure, ms: Mapping[str, float]) -> dict[tuple[str, str], fl
     """Return the derivatives of the logarithm of a rate by the logarithms of numbers and facts."""
     total = sum(ms.values())
     table = software_table(figure.software)
-    number_of = {path: n.name for n in NUMBERS[figure.software] for path in n.paths}
+    key_by_path = {path: key_of(figure.software, n) for n in NUMBERS[figure.software] for path in n.paths}
     found: dict[tuple[str, str], float] = {}
     for path, of_one in ms.items():
         slope = -of_one / total if path.endswith("_us") else of_one / total
-        if path in number_of:
-            key = figure.software, number_of[path]
+        if path in key_by_path:
+            key = key_by_path[path]
             found[key] = found.get(key, 0.0) + slope
         fact = _entry(table, path).get("of")
         if fact in FACTS:

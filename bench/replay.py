@@ -12,6 +12,7 @@ measured. A last split fits six models in Q4_0 of PocketPal with the others, and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,20 @@ from statistics import median
 
 import click
 from published import Figure, Prediction, predict, read_figures
-from published_fit import fit
+from published_fit import FACTS, NUMBERS, fit, nominal
 
 from chunkrt.simulate import compose
+from chunkrt.simulate.compose import soc_facts
 from chunkrt.simulate.tables import ENDS
 
 NPU_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2", "ExecuTorch", "GenieX")
 POCKETPAL_FIT = ("qwen2.5-1.5b", "qwen3-1.7b", "phi-3.5-mini", "smollm2-1.7b", "gemma-3-1b", "lfm2.5-1.2b")
+SHARED = ("genie", "executorch")
+"""Software that is fitted together, because it shares numbers."""
+
+LEAST_CHANGE = 0.005
+"""Least relative change of a fact that is written."""
+
 GOALS = (0.15, 0.35, 0.8)
 SIMULATE = Path(compose.__file__).parent
 
@@ -110,6 +118,8 @@ def leave_out(split: Split, figures: Sequence[Figure]) -> list[HeldOut]:
     """Fit without a split's figures, and predict them."""
     held = [figure for figure in figures if split.is_held(figure)]
     softwares = {figure.software for figure in held}
+    if not softwares.isdisjoint(SHARED):
+        softwares |= {*SHARED}
     fitted = fit([f for f in figures if f.software in softwares and not (split.is_unseen(f) or split.is_held(f))])
     found: list[HeldOut] = []
     for figure in held:
@@ -136,8 +146,10 @@ def report(predictions: Sequence[HeldOut]) -> None:
     for name in names:
         own = [p for p in predictions if p.split == name]
         software = {p.figure.software for p in own}
+        if not software.isdisjoint(SHARED):
+            software |= {*SHARED}
         others = [p for p in predictions if p.split != name and p.figure.software in software and "five" not in p.split]
-        error = model_error(others)
+        error = model_error(others or own)
         click.echo(f"left out: {name}; model error {error:.2f} by the other splits")
         for p in own:
             f, (low, high) = p.figure, p.interval(error)
@@ -168,12 +180,57 @@ def report(predictions: Sequence[HeldOut]) -> None:
         )
 
 
+def write_fit(figures: Sequence[Figure]) -> None:
+    """Fit all numbers to all figures, and write them into the files of software and of facts."""
+    fitted = fit(figures)
+    for software in {f.software for f in figures}:
+        path = SIMULATE / "software" / f"{software}.toml"
+        text = path.read_text(encoding="utf-8")
+        for number in NUMBERS[software]:
+            for place in number.paths:
+                table, key = place.rsplit(".", 1) if "." in place else ("", place)
+                value, ends = fitted.number(software, number)
+                text = _written(text, table, key, value, ends)
+        path.write_text(text, encoding="utf-8")
+    path = SIMULATE / "socs.toml"
+    text = path.read_text(encoding="utf-8")
+    for soc in sorted({f.soc for f in figures}):
+        for name in FACTS:
+            value, ends = fitted.fact(soc, name)
+            if abs(value / nominal(soc_facts()[soc][name]) - 1) > LEAST_CHANGE:
+                text = _written(text, soc, name, value, ends, keeps_nominal=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _written(
+    text: str, table: str, key: str, value: float, ends: Sequence[float], *, keeps_nominal: bool = False
+) -> str:
+    """Return a TOML text in which a parameter of one line has another value and range."""
+    start = text.index(f"\n[{table}]\n") if f"\n[{table}]\n" in text else 0
+    found = re.compile(rf"^{key} = \{{ (.*) \}}$", re.MULTILINE).search(text, start)
+    if found is None:
+        raise ValueError(f"no parameter {table}.{key} of one line")
+    fields = dict(re.findall(r'(\w+) = (\[[^]]*\]|"[^"]*"|[^,]+)', found[1]))
+    if keeps_nominal:
+        fields.setdefault("nominal", fields["value"])
+        if "range" in fields:
+            fields.setdefault("nominal_range", fields["range"])
+    fields["value"] = f"{value:.4g}"
+    fields["range"] = f"[{min(ends):.4g}, {max(ends):.4g}]"
+    line = ", ".join(f"{name} = {entry}" for name, entry in fields.items())
+    return f"{text[: found.start()]}{key} = {{ {line} }}{text[found.end() :]}"
+
+
 @click.command()
 @click.option("--only", help="Leave out only the splits whose name contains this text.")
-def replay(only: str | None) -> None:
+@click.option("--fit", "is_fit", is_flag=True, help="Fit the shipped profiles to all figures, and write them.")
+def replay(only: str | None, is_fit: bool) -> None:
     """Predict published figures with profiles that were fitted without them."""
     everything = read_figures()
     usable = [f for f in everything if not f.excluded and (f.system in NPU_SYSTEMS or f.on == "cpu")]
+    if is_fit:
+        write_fit(usable)
+        return
     click.echo(f"{len(everything)} figures, {len(usable)} used\n\nSet aside:")
     for f in everything:
         if f.excluded and f.metric == "prefill":

@@ -141,11 +141,14 @@ class TransferCost:
 
     Attributes:
         cache_gb_per_s: speed of copying the cache slots that a graph reads; None stands for `gb_per_s`.
+        head_us: time for each KV head of each layer whose new keys or values leave a graph as a tensor of their own:
+            cache maintenance, and copying into the cache. None: a layer's heads are one tensor.
     """
 
     fixed_us: float
     gb_per_s: float
     cache_gb_per_s: float | None = None
+    head_us: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,6 +200,10 @@ class ModelledWork:
             num_bytes += self._cache_bytes(processor) * windows.history
             copies = "cache_gb_per_s" if transfer.cache_gb_per_s is not None else "gb_per_s"
             copied = self._cache_bytes(processor) * windows.history
+            if transfer.head_us is not None:
+                static = [node for node in subgraph.nodes if node.op in ATTENTION_OPS and static_slots(node)]
+                heads = sum(2 * cast(int, node.attributes["num_kv_heads"]) for node in static)
+                us["transfer.head_us"] += heads * transfer.head_us
             us[f"transfer.{copies}"] += copied / (1000 * (transfer.cache_gb_per_s or transfer.gb_per_s))
         for edge, crossing in enumerate(self._crossing(subgraph)):
             crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
