@@ -27,6 +27,8 @@ SCHEMES = {
     "q4_0": "w4a8-dynamic",
     "q8_0": "w8a8-dynamic",
 }
+HEXAGON = "llama.cpp Hexagon"
+HEXAGON_WINDOWS = "128,256,512,1024,2048"
 SEPARATE_HEADS = ("ExecuTorch", "ExecuTorch floors", "mllm v2")
 """Systems whose graphs have a tensor for each head."""
 
@@ -70,6 +72,8 @@ class Figure:
         """Name of the software in `chunkrt/simulate/software`."""
         if self.on == "cpu":
             return "llama.cpp"
+        if self.system == HEXAGON:
+            return "llama.cpp-hexagon"
         if self.system in SEPARATE_HEADS:
             return "executorch"
         return "genie-float16" if self.weights == "w4f16" else "genie"
@@ -161,8 +165,8 @@ def run(figure: Figure, device: DeviceProfile, prompt_length: int | None = None)
         prompt_length=1 if is_decode else prompt_length or figure.prompt_length,
         chunk_length=chunk,
         policy="look_ahead",
-        scheme=SCHEMES[figure.weights],
-        near=_near(figure.model, figure.context_length, chunk) if figure.on == "npu" else {},
+        scheme="w4a16" if figure.system == HEXAGON else SCHEMES[figure.weights],
+        near=_near(figure.model, _windows(figure, chunk), chunk) if figure.on == "npu" else {},
     )
 
 
@@ -172,13 +176,17 @@ def _plan(model: str, on: str) -> Plan:
     return plan.on_cpu() if on == "cpu" else plan
 
 
+def _windows(figure: Figure, chunk_length: int) -> str:
+    """Return the cache slots that a chunk attends to: all of the padded context, or those in use, rounded up."""
+    if figure.system == HEXAGON:
+        return HEXAGON_WINDOWS
+    return str(max(1, figure.context_length - chunk_length))  # 1: one graph for the complete context, without a cache
+
+
 @cache
-def _near(model: str, context_length: int, chunk_length: int) -> dict[int, Plan]:
-    """Return the plan whose attention reads a padded context, chunk included."""
-    window = context_length - chunk_length
-    if window < 1:  # one graph for the complete context, without a cache
-        window = 1
-    options = EngineOptions(attention="npu", npu_window=window)
+def _near(model: str, windows: str, chunk_length: int) -> dict[int, Plan]:
+    """Return plans with attention on the NPU, by the last position at which a chunk may begin."""
+    options = EngineOptions(attention="npu", npu_window=windows)
     plan = _plan(model, "npu")
     found = near_plans(plan, HEAD_ON_NPU, options, plan.context_length, chunk_length)
     return {near.reach: near.plan for near in found}

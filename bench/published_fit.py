@@ -30,7 +30,7 @@ NOISE = 0.15
 OWN_FACTOR = 0.3
 """Deviation of the logarithm of a system's own factor."""
 
-REFERENCES = ("AI Hub", "PocketPal")
+REFERENCES = ("AI Hub", "PocketPal", "llama.cpp Hexagon")
 
 ITERATIONS = 8
 MOST_STEP = 0.5
@@ -79,6 +79,7 @@ OWN_WEIGHTS = Number(name="own weights", paths=_of(LINEARS, "gb_per_s"), prior=0
 NUMBERS: Mapping[str, Sequence[Number]] = {
     "genie": NPU,
     "genie-float16": NPU,
+    "llama.cpp-hexagon": NPU,
     "executorch": (*(number for number in NPU if number.name != "weights"), OWN_WEIGHTS, HEADS),
     "llama.cpp": CPU,
 }

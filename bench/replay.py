@@ -19,14 +19,15 @@ from pathlib import Path
 from statistics import median
 
 import click
-from published import Figure, Prediction, predict, read_figures
+from published import HEXAGON, Figure, Prediction, predict, read_figures
 from published_fit import FACTS, NUMBERS, fit, nominal
 
 from chunkrt.simulate import compose
 from chunkrt.simulate.compose import soc_facts
 from chunkrt.simulate.tables import ENDS
 
-NPU_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2", "ExecuTorch", "GenieX")
+FLOORS = "ExecuTorch floors"
+HEXAGON_FIT = ("G5", "H27")
 POCKETPAL_FIT = ("qwen2.5-1.5b", "qwen3-1.7b", "phi-3.5-mini", "smollm2-1.7b", "gemma-3-1b", "lfm2.5-1.2b")
 SHARED = ("genie", "executorch")
 """Software that is fitted together, because it shares numbers."""
@@ -111,7 +112,12 @@ def splits(figures: Sequence[Figure]) -> list[Split]:
     systems = ["PowerServe", "mllm v2", "ExecuTorch", "GenieX", "PocketPal"]
     systems += sorted({f.system for f in figures if f.on == "cpu"} - {"PocketPal"})
     rest = Split(name="PocketPal, Q8_0 and five models", is_held=is_rest, is_unseen=is_rest)
-    return [*map(of_soc, socs), *map(of_system, systems), rest]
+    shape = Split(
+        name="llama.cpp Hexagon, other prompt lengths",
+        is_held=lambda f: f.system == HEXAGON and f.id not in HEXAGON_FIT,
+        is_unseen=lambda f: f.system == HEXAGON and f.id not in HEXAGON_FIT,
+    )
+    return [*map(of_soc, socs), *map(of_system, systems), rest, shape]
 
 
 def leave_out(split: Split, figures: Sequence[Figure]) -> list[HeldOut]:
@@ -170,12 +176,12 @@ def report(predictions: Sequence[HeldOut]) -> None:
     main = [p for p in predictions if "five" not in p.split]
     errors = [abs(p.error) for p in main]
     click.echo(f"all {len(main)} figures: median {median(errors):.0%}, worst {max(errors):.0%}")
-    for software in sorted({p.figure.software for p in main}):
-        own = [p for p in main if p.figure.software == software]
+    for name in sorted({p.figure.software for p in main}):
+        own = [p for p in main if p.figure.software == name]
         errors = [abs(p.error) for p in own]
         within = sum(error <= GOALS[1] for error in errors)
         click.echo(
-            f"{software}: {len(own)} figures, median {median(errors):.0%}, {within} within 35 %, worst "
+            f"{name}: {len(own)} figures, median {median(errors):.0%}, {within} within 35 %, worst "
             f"{max(errors):.0%}, model error {model_error(own):.2f}"
         )
 
@@ -227,9 +233,9 @@ def _written(
 def replay(only: str | None, is_fit: bool) -> None:
     """Predict published figures with profiles that were fitted without them."""
     everything = read_figures()
-    usable = [f for f in everything if not f.excluded and (f.system in NPU_SYSTEMS or f.on == "cpu")]
+    usable = [f for f in everything if not f.excluded and f.system != FLOORS]
     if is_fit:
-        write_fit(usable)
+        write_fit([f for f in usable if f.system != HEXAGON or f.id in HEXAGON_FIT])
         return
     click.echo(f"{len(everything)} figures, {len(usable)} used\n\nSet aside:")
     for f in everything:

@@ -14,6 +14,9 @@ from chunkrt.simulate.simulator import Simulation
 STEPS = 50
 """Number of clocks between 0 and the full clock for which a prompt is simulated."""
 
+NOTICED = 0.99
+"""Share of the full rate below which a prompt counts as throttled."""
+
 MOST_MINUTES = 1440
 
 
@@ -88,7 +91,7 @@ def sustain(
         one = at(*clocks)
         if one.energy_joules is None:
             raise ConfigError(f"{device.name} has no power figures for this run, which --minutes needs")
-        if min(clocks) < 1 and throttled_after_s is None and one.tokens_per_s < at(1.0, 1.0).tokens_per_s:
+        if min(clocks) < 1 and throttled_after_s is None and one.tokens_per_s < NOTICED * at(1.0, 1.0).tokens_per_s:
             throttled_after_s = seconds
         duration = one.time_to_first_token_ms / 1000
         celsius = thermal.after(celsius, one.energy_joules / duration, duration)
