@@ -167,6 +167,7 @@ class DeviceProfile:
         soc: Qualcomm's name, as in `backends/qnn/socs.py`.
         prompt_us: overhead of a prompt before its first task.
         idle_watts: constant power of the complete device.
+        uses_npu: False for a software that runs everything on the CPU.
         model_error: error of a time that comes from the model and not from its parameters, as a share of the time: the
             standard deviation of the logarithm over the published figures that did not enter the profile.
         modes: power modes of the NPU, by the names of `--power-mode`.
@@ -183,6 +184,7 @@ class DeviceProfile:
     transfer: TransferCost = field(repr=False)
     npu: ProcessorCost = field(repr=False)
     cpu: ProcessorCost = field(repr=False)
+    uses_npu: bool = True
     model_error: float | None = None
     modes: Mapping[str, ModeCost] = field(default_factory=dict, repr=False)
     thermal: ThermalCost | None = field(default=None, repr=False)

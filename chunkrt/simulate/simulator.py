@@ -194,6 +194,10 @@ def simulate(
     _check_ranks(plan, device, found_scheme, ranks, link)
     if link is not None:
         plan = plan.on_cpu()
+    if isinstance(device, DeviceProfile) and not device.uses_npu:
+        if near:
+            raise ConfigError(f"{device.name} leaves the NPU idle; omit attention on the NPU")
+        plan = plan.on_cpu()
     if near and link is not None:
         raise ConfigError("attention on the NPU is simulated on one machine only; omit the link and the ranks")
     runs: list[_Run] = []
