@@ -240,7 +240,7 @@ def test_the_command_prints_a_row_for_every_case() -> None:
     assert set(rows[0]) == {
         "model", "device", "scheme", "policy", "prompt_length", "chunk_length", "chunks_in_flight",
         "time_to_first_token_ms", "tokens_per_s", "makespan_ms", "processors", "npu_busy", "cpu_busy", "overlap",
-        "link", "peak_memory_bytes", "energy_joules",
+        "link", "peak_memory_bytes", "energy_joules", "interval", "joules", "ms_by_parameter",
     }  # fmt: skip
     assert set(rows[0]["processors"]) == {"npu", "cpu"}
     assert set(rows[0]["processors"]["npu"]) == {"busy", "idle"}
@@ -263,7 +263,7 @@ def test_the_command_prints_a_table() -> None:
         (["gemma-2b", "--device", "sd8gen3", "-p", "0"], "-p is '0', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--chunk", "x"], "--chunk is 'x', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--policy", "fast"], "unknown policy 'fast'"),
-        (["gemma-2", "--device", "sd8gen3"], "built-in shapes are gemma-2b, "),
+        (["gemma-2", "--device", "sd8gen3"], "built-in shapes are allam-7b, "),
     ],
 )
 def test_a_wrong_command_is_refused(arguments: list[str], message: str) -> None:
