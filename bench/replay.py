@@ -1,7 +1,8 @@
 """Published figures, predicted by the simulator with profiles that were fitted without them.
 
     python bench/replay.py              # leave one system out: every figure, and a summary for each system
-    python bench/replay.py --fit        # fit the shipped profiles to all figures, and write them
+    python bench/replay.py --bundled    # the errors of the profiles in devices/, which were not fitted to any of them
+    python bench/replay.py --fit        # fit the profiles of software/ and socs.toml to all figures, and write them
 
 `published.csv` lists the figures with their operating points. A figure that another source contradicts is set aside,
 with that source. In turn, each system is left out: the profiles are fitted to the figures of the others and predict its
@@ -22,10 +23,11 @@ import click
 from published import HEXAGON, Figure, Prediction, predict, read_figures
 from published_fit import FACTS, NUMBERS, fit, nominal
 
-from chunkrt.simulate import compose
+from chunkrt.simulate import DEVICES, DeviceProfile, compose, find_device
 from chunkrt.simulate.compose import soc_facts
 from chunkrt.simulate.tables import ENDS
 
+QNN_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2")
 FLOORS = "ExecuTorch floors"
 HEXAGON_FIT = ("G5", "H27")
 POCKETPAL_FIT = ("qwen2.5-1.5b", "qwen3-1.7b", "phi-3.5-mini", "smollm2-1.7b", "gemma-3-1b", "lfm2.5-1.2b")
@@ -186,6 +188,22 @@ def report(predictions: Sequence[HeldOut]) -> None:
         )
 
 
+def report_bundled(figures: Sequence[Figure]) -> None:
+    """Print the errors of the profiles in devices/, on linears of 4-bit weights and 16-bit activations and on CPUs."""
+    for name in DEVICES:
+        device = find_device(name)
+        assert isinstance(device, DeviceProfile)
+        for on, systems in (("npu", QNN_SYSTEMS), ("cpu", None)):
+            chosen = [
+                f for f in figures if f.soc == device.soc and f.on == on and (systems is None or f.system in systems)
+            ]
+            errors = [predict(f, device).rate / f.published - 1 for f in chosen if f.weights != "w4f16"]
+            if errors:
+                middle = median(map(abs, errors))
+                ends = f"{min(errors):+.0%} to {max(errors):+.0%}"
+                click.echo(f"{name}, {on}: {len(errors)} figures, {ends}, median {middle:.0%}")
+
+
 def write_fit(figures: Sequence[Figure]) -> None:
     """Fit all numbers to all figures, and write them into the files of software and of facts."""
     fitted = fit(figures)
@@ -229,13 +247,17 @@ def _written(
 
 @click.command()
 @click.option("--only", help="Leave out only the splits whose name contains this text.")
+@click.option("--bundled", "is_bundled", is_flag=True, help="Predict with the profiles in devices/.")
 @click.option("--fit", "is_fit", is_flag=True, help="Fit the shipped profiles to all figures, and write them.")
-def replay(only: str | None, is_fit: bool) -> None:
+def replay(only: str | None, is_bundled: bool, is_fit: bool) -> None:
     """Predict published figures with profiles that were fitted without them."""
     everything = read_figures()
     usable = [f for f in everything if not f.excluded and f.system != FLOORS]
     if is_fit:
         write_fit([f for f in usable if f.system != HEXAGON or f.id in HEXAGON_FIT])
+        return
+    if is_bundled:
+        report_bundled(usable)
         return
     click.echo(f"{len(everything)} figures, {len(usable)} used\n\nSet aside:")
     for f in everything:

@@ -52,7 +52,7 @@ def test_every_number_has_a_source(name: str) -> None:
     profile = shipped(name)
     found = {path.removeprefix(".") for path in parameters(profile)}
     assert found == set(profile.sources)
-    assert len(found) == 2 + 2 + 2 + 2 * (2 + 3 * len(OPERATORS))
+    assert len(found) == 3 + 2 + 2 + 2 * (2 + 3 * len(OPERATORS))
     assert all(len(source.text) >= 10 for source in profile.sources.values())
 
 
