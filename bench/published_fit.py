@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ OWN_FACTOR = 0.3
 """Deviation of the logarithm of a system's own factor."""
 
 REFERENCES = ("AI Hub", "PocketPal", "llama.cpp Hexagon")
+
+OUT = 1e12
+"""Speed of a term that is left out."""
 
 ITERATIONS = 8
 MOST_STEP = 0.5
@@ -97,10 +101,17 @@ FACTS = ("npu_tops", "npu_threads", "npu_gb_per_s", "cpu_gops", "cpu_gb_per_s")
 @dataclass(frozen=True)
 class Fit:
     """Logarithms of fitted numbers over their prior values, by (software, number) and by (SoC, fact), and the
-    deviations of these logarithms. Other numbers keep their prior values and deviations."""
+    deviations of these logarithms. Other numbers keep their prior values and deviations.
+
+    Attributes:
+        without: paths of parameters whose terms are left out of the model.
+        priors: other prior values and factors of numbers, by name.
+    """
 
     logs: Mapping[tuple[str, str], float] = field(default_factory=dict)
     deviations: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    without: Sequence[str] = ()
+    priors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def profile(self, soc: str, software: str, model_error: float = 0.0) -> DeviceProfile:
         """Return the profile of an SoC with a software, with the fitted numbers."""
@@ -110,6 +121,10 @@ class Fit:
             value, ends = self.number(software, number)
             for path in number.paths:
                 _entry(table, path).update(value=value, range=ends)
+        for path in self.without:
+            entry = _entry(table, path)
+            entry.clear()
+            entry.update(value=OUT, source="left out")
         facts = {name: dict(fact) if isinstance(fact, Mapping) else fact for name, fact in soc_facts()[soc].items()}
         for name in FACTS:
             value, ends = self.fact(soc, name)
@@ -118,7 +133,12 @@ class Fit:
 
     def number(self, software: str, number: Number) -> tuple[float, list[float]]:
         """Return a number's value and the ends of its range."""
-        return self._value(key_of(software, number), number.prior, math.log(number.factor) / ENDS)
+        prior, factor = self.prior(number)
+        return self._value(key_of(software, number), prior, math.log(factor) / ENDS)
+
+    def prior(self, number: Number) -> tuple[float, float]:
+        """Return a number's prior value and factor."""
+        return self.priors.get(number.name, (number.prior, number.factor))
 
     def fact(self, soc: str, name: str) -> tuple[float, list[float]]:
         """Return a fact's value and the ends of its range."""
@@ -150,10 +170,21 @@ def _deviation(fact: Mapping[str, Any]) -> float:
     return math.log(high / low) / (2 * ENDS)
 
 
-def fit(figures: Sequence[Figure]) -> Fit:
-    """Fit the numbers of all software and SoCs that occur among the figures."""
+def fit(
+    figures: Sequence[Figure],
+    without: Sequence[str] = (),
+    other: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> Fit:
+    """Fit the numbers of all software and SoCs that occur among the figures.
+
+    Args:
+        figures: the published figures.
+        without: paths of parameters whose terms are left out.
+        other: other prior values and factors of numbers, by name.
+    """
+    start = Fit(without=without, priors=other)
     softwares = sorted({f.software for f in figures})
-    priors = {key_of(s, n): math.log(n.factor) / ENDS for s in softwares for n in NUMBERS[s]}
+    priors = {key_of(s, n): math.log(start.prior(n)[1]) / ENDS for s in softwares for n in NUMBERS[s]}
     facts = soc_facts()
     priors |= {(soc, name): _deviation(facts[soc][name]) for soc in sorted({f.soc for f in figures}) for name in FACTS}
     own = {(f.system, f.metric) for f in figures if f.system not in REFERENCES}
@@ -163,7 +194,7 @@ def fit(figures: Sequence[Figure]) -> Fit:
     deviations = np.array([priors[key] for key in keys])
     logs = np.zeros(len(keys))
     for _ in range(ITERATIONS):
-        current = Fit(dict(zip(keys, map(float, logs), strict=True)))
+        current = replace(start, logs=dict(zip(keys, map(float, logs), strict=True)))
         errors, slopes = np.zeros(len(figures)), np.zeros((len(figures), len(keys)))
         profiles = {pair: current.profile(*pair) for pair in sorted({(f.soc, f.software) for f in figures})}
         known: dict[object, Prediction] = {}
@@ -190,7 +221,8 @@ def fit(figures: Sequence[Figure]) -> Fit:
         if np.abs(step).max() < 1e-3:
             break
     spread = np.sqrt(np.diag(np.linalg.inv(left)))
-    return Fit(dict(zip(keys, map(float, logs), strict=True)), dict(zip(keys, map(float, spread), strict=True)))
+    fitted, deviated = (dict(zip(keys, map(float, of_all), strict=True)) for of_all in (logs, spread))
+    return replace(start, logs=fitted, deviations=deviated)
 
 
 def _slopes(figure: Figure, ms: Mapping[str, float]) -> dict[tuple[str, str], float]:

@@ -1,6 +1,7 @@
 """Published figures, predicted by the simulator with profiles that were fitted without them.
 
     python bench/replay.py              # leave one system out: every figure, and a summary for each system
+    python bench/replay.py --terms      # the terms of a chunk's time: fits with some of them left out
     python bench/replay.py --bundled    # the errors of the profiles in devices/, which were not fitted to any of them
     python bench/replay.py --fit        # fit the profiles of software/ and socs.toml to all figures, and write them
 
@@ -14,14 +15,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import click
 from published import HEXAGON, Figure, Prediction, predict, read_figures
-from published_fit import FACTS, NUMBERS, fit, nominal
+from published_fit import FACTS, NUMBERS, Fit, fit, nominal
 
 from chunkrt.simulate import DEVICES, DeviceProfile, compose, find_device
 from chunkrt.simulate.compose import soc_facts
@@ -188,6 +189,41 @@ def report(predictions: Sequence[HeldOut]) -> None:
         )
 
 
+SOFTMAX = "npu.operators.attention.softmax_g_per_s"
+CACHE = "npu.operators.attention.gb_per_s"
+VALUES = "npu.operators.other.gb_per_s"
+TERMS: Mapping[str, tuple[Sequence[str], Mapping[str, tuple[float, float]]]] = {
+    "all terms": ((), {}),
+    "without softmax over the padded context": ((SOFTMAX,), {}),
+    "without reading the padded caches": ((CACHE,), {}),
+    "without the values between linears": ((VALUES,), {}),
+    "without the three": ((SOFTMAX, CACHE, VALUES), {}),
+    "a constant for each chunk in place of the three": ((SOFTMAX, CACHE, VALUES), {"prompt": (20_000, 5)}),
+}
+
+
+def report_terms(figures: Sequence[Figure]) -> None:
+    """Print the errors of fits to AI Hub's chunks of 128 rows with some terms left out: in-sample, and on PowerServe,
+    whose context is half as long."""
+    chunks = [f for f in figures if (f.weights, f.chunk_length, f.metric) == ("w4a16", 128, "prefill")]
+    chosen = [f for f in chunks if f.system == "AI Hub"]
+    others = [f for f in chunks if f.system == "PowerServe"]
+    click.echo(
+        f"| model of a chunk | {len(chosen)} figures of AI Hub: median | root mean square | PowerServe: median |"
+    )
+    click.echo("| --- | ---: | ---: | ---: |")
+    for name, (without, priors) in TERMS.items():
+        fitted = fit(chosen, without, priors)
+
+        def logs(figures: Sequence[Figure], fitted: Fit = fitted) -> list[float]:
+            rates = [(predict(f, fitted.profile(f.soc, f.software)).rate, f.published) for f in figures]
+            return [abs(math.log(rate / published)) for rate, published in rates]
+
+        errors = logs(chosen)
+        square = math.sqrt(sum(error**2 for error in errors) / len(errors))
+        click.echo(f"| {name} | {median(errors):.1%} | {square:.1%} | {median(logs(others)):.1%} |")
+
+
 def report_bundled(figures: Sequence[Figure]) -> None:
     """Print the errors of the profiles in devices/, on linears of 4-bit weights and 16-bit activations and on CPUs."""
     for name in DEVICES:
@@ -246,15 +282,19 @@ def _written(
 
 
 @click.command()
-@click.option("--only", help="Leave out only the splits whose name contains this text.")
+@click.option("--only", help="Leave out only the splits whose name contains this regular expression.")
+@click.option("--terms", "is_terms", is_flag=True, help="Fit with some terms of the model left out.")
 @click.option("--bundled", "is_bundled", is_flag=True, help="Predict with the profiles in devices/.")
 @click.option("--fit", "is_fit", is_flag=True, help="Fit the shipped profiles to all figures, and write them.")
-def replay(only: str | None, is_bundled: bool, is_fit: bool) -> None:
+def replay(only: str | None, is_terms: bool, is_bundled: bool, is_fit: bool) -> None:
     """Predict published figures with profiles that were fitted without them."""
     everything = read_figures()
     usable = [f for f in everything if not f.excluded and f.system != FLOORS]
     if is_fit:
         write_fit([f for f in usable if f.system != HEXAGON or f.id in HEXAGON_FIT])
+        return
+    if is_terms:
+        report_terms(usable)
         return
     if is_bundled:
         report_bundled(usable)
@@ -263,7 +303,7 @@ def replay(only: str | None, is_bundled: bool, is_fit: bool) -> None:
     for f in everything:
         if f.excluded and f.metric == "prefill":
             click.echo(f"- {f.id}, {f.system}, {f.model or 'model'}: {f.excluded}")
-    chosen = [split for split in splits(usable) if only is None or only in split.name]
+    chosen = [split for split in splits(usable) if only is None or re.search(only, split.name)]
     report([prediction for split in chosen for prediction in leave_out(split, usable)])
 
 
