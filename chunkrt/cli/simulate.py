@@ -32,6 +32,7 @@ from chunkrt.runtime.trace.file import check_trace_path, write_trace
 from chunkrt.simulate import DEVICES, LINKS, DeviceProfile, LinkProfile, Simulation, find_device, find_link, shapes
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
+from chunkrt.simulate.compose import SOFTWARE
 from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.sustained import Sustained, sustain
@@ -52,7 +53,9 @@ LEAST_SHARE = 0.0005
 """Least share of idle time that is printed."""
 
 
-DEVICE_HELP = f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`."
+DEVICE_HELP = (
+    f"Device: {', '.join(DEVICES)}, an SoC, an SoC with a software (SM8850+genie; {', '.join(SOFTWARE)}), or a file."
+)
 
 
 def device_option(command: Command) -> Command:
