@@ -41,7 +41,7 @@ class Figure:
 
     Attributes:
         on: the processor.
-        prompt_length: None if the source does not tell it.
+        prompt_length: 128 if the source does not state it.
         prompt_range: ends of the prompt lengths that the source allows.
         context_range: ends of the context lengths that the source allows.
         context_length: length of the padded context of a graph on the NPU; of the cache otherwise.
@@ -91,7 +91,7 @@ class Prediction:
 
     Attributes:
         rate: the prediction; the middle of `ends` on a logarithmic scale for a cold run or an unknown context.
-        ends: rates at the ends of what the source leaves open about the operating point.
+        ends: rates at the ends of the operating points that the source allows.
         simulation: the simulated warm run.
     """
 

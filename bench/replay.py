@@ -7,8 +7,8 @@
 
 `published.csv` lists the figures with their operating points. A figure that another source contradicts is set aside,
 with that source. In turn, each system is left out: the profiles are fitted to the figures of the others and predict its
-own. AI Hub is left out by SoC, together with all other figures of that SoC's NPU, as for an SoC that nobody has
-measured. A last split fits six models in Q4_0 of PocketPal with the others, and predicts the rest of PocketPal.
+own. AI Hub is left out by SoC, together with all other figures of that SoC's NPU, as for an SoC without any
+measurement. A last split fits six models in Q4_0 of PocketPal with the others, and predicts the rest of PocketPal.
 """
 
 from __future__ import annotations
