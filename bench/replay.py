@@ -300,10 +300,13 @@ def replay(only: str | None, is_terms: bool, is_bundled: bool, is_fit: bool) -> 
         report_bundled(usable)
         return
     click.echo(f"{len(everything)} figures, {len(usable)} used\n\nSet aside:")
-    for f in everything:
-        if f.excluded and f.metric == "prefill":
-            click.echo(f"- {f.id}, {f.system}, {f.model or 'model'}: {f.excluded}")
+    for text in dict.fromkeys(f"- {f.id}, {f.system}, {f.model}: {f.excluded}" for f in everything if f.excluded):
+        click.echo(text)
     chosen = [split for split in splits(usable) if only is None or re.search(only, split.name)]
+    floors = [f for f in everything if f.system == FLOORS]
+    shipped = {f.soc: find_device(f"{f.soc}+executorch") for f in floors}
+    exceeded = sum(predict(f, shipped[f.soc]).rate > f.published for f in floors)  # type: ignore[arg-type]
+    click.echo(f"\nfloors of ExecuTorch's tests, by the shipped profiles: {exceeded} of {len(floors)} exceeded\n")
     report([prediction for split in chosen for prediction in leave_out(split, usable)])
 
 
