@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from published import Figure, Prediction, predict
+from published import FLOORS, Figure, Prediction, predict
 
 from chunkrt.simulate import DeviceProfile
 from chunkrt.simulate.compose import soc_facts, software_table
@@ -31,7 +31,11 @@ NOISE = 0.15
 OWN_FACTOR = 0.3
 """Deviation of the logarithm of a system's own factor."""
 
-REFERENCES = ("AI Hub", "PocketPal", "llama.cpp Hexagon")
+REFERENCES = ("AI Hub", "PocketPal", "llama.cpp Hexagon", "ExecuTorch", FLOORS)
+"""The main system of each software."""
+
+NO_WEIGHT = 1e6
+"""Deviation of a figure that does not count."""
 
 OUT = 1e12
 """Speed of a term that is left out."""
@@ -208,6 +212,8 @@ def fit(
                 (figure.system, figure.metric), 0.0
             )
             noises[row] = math.hypot(NOISE, math.log(found.ends[1] / found.ends[0]) / (2 * ENDS))
+            if figure.system == FLOORS and errors[row] > 0:
+                noises[row] = NO_WEIGHT  # a floor that is exceeded says nothing more
             for key, slope in _slopes(figure, found.simulation.ms_by_parameter).items():
                 slopes[row, index[key]] += slope
             if (figure.system, figure.metric) in index:

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import click
-from published import HEXAGON, Figure, Prediction, predict, read_figures
+from published import FLOORS, HEXAGON, Figure, Prediction, predict, read_figures
 from published_fit import FACTS, NUMBERS, Fit, fit, nominal
 
 from chunkrt.simulate import DEVICES, DeviceProfile, compose, find_device
@@ -29,7 +29,6 @@ from chunkrt.simulate.compose import soc_facts
 from chunkrt.simulate.tables import ENDS
 
 QNN_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2")
-FLOORS = "ExecuTorch floors"
 HEXAGON_FIT = ("G5", "H27")
 POCKETPAL_FIT = ("qwen2.5-1.5b", "qwen3-1.7b", "phi-3.5-mini", "smollm2-1.7b", "gemma-3-1b", "lfm2.5-1.2b")
 SHARED = ("genie", "executorch")
@@ -105,7 +104,7 @@ def splits(figures: Sequence[Figure]) -> list[Split]:
         def is_held(figure: Figure) -> bool:
             return figure.system == system
 
-        return Split(name=system, is_held=is_held, is_unseen=is_held)
+        return Split(name=system, is_held=is_held, is_unseen=lambda f: f.system.startswith(system))
 
     def is_rest(figure: Figure) -> bool:
         in_fit = figure.weights == "q4_0" and figure.model in POCKETPAL_FIT
@@ -289,7 +288,7 @@ def _written(
 def replay(only: str | None, is_terms: bool, is_bundled: bool, is_fit: bool) -> None:
     """Predict published figures with profiles that were fitted without them."""
     everything = read_figures()
-    usable = [f for f in everything if not f.excluded and f.system != FLOORS]
+    usable = [f for f in everything if not f.excluded]
     if is_fit:
         write_fit([f for f in usable if f.system != HEXAGON or f.id in HEXAGON_FIT])
         return
