@@ -61,6 +61,7 @@ setup(
     package_data={
         "chunkrt": ["py.typed", "*.pyi", "*.txt"],
         "chunkrt.models": ["*.toml"],
+        "chunkrt.reports": ["*.css", "*.html", "*.js"],
         "chunkrt.server": ["*.html"],
         "chunkrt.simulate": ["socs.toml"],
         **{folder: ["*.toml"] for folder in DATA},

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from chunkrt.engine.scoring import Score
     from chunkrt.engine.session import Session
     from chunkrt.errors import ChunkrtError
+    from chunkrt.reports import report
     from chunkrt.runtime.record import RunRecord
     from chunkrt.simulate.experiments import experiment
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ChunkrtError",
     "Engine",
@@ -37,6 +38,7 @@ __all__ = [
     "cpu_info",
     "experiment",
     "load",
+    "report",
 ]
 
 _MODULES = {
@@ -53,6 +55,7 @@ _MODULES = {
     "cpu_info": "backends.native.cpu",
     "experiment": "simulate.experiments",
     "load": "engine.loading",
+    "report": "reports",
 }
 
 

@@ -5,40 +5,55 @@
     hidden = tree.model.embed_tokens(token_ids)
     hidden = tree.model.layers[0](hidden, state=state)
 
-A call traces one module, as the compiler does with the complete tree, and evaluates its operators by the reference
-backend in float32, with the checkpoint's weights and without a scheme. Values have the same names as in a plan.
+A call traces one module, as the compiler does with the complete tree, and computes its operators. The reference does so
+one by one in float32, with the checkpoint's weights and without a scheme. Another backend compiles the module under a
+scheme, as an engine compiles a subgraph. Values have the same names as in a plan.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import ArrayLike, NDArray
 
+from chunkrt.backends.base import Executable
+from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.function_executable import read_only
+from chunkrt.backends.registry import REFERENCE
+from chunkrt.backends.switches import Switches
 from chunkrt.compile.calibrate import run_node
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine.resolve import find_checkpoint
-from chunkrt.errors import ConfigError
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import engine_folder, find_checkpoint
+from chunkrt.engine.roles import check_runs, open_backends
+from chunkrt.engine_directory.manifest import open_weights, read_manifest
+from chunkrt.errors import BackendError, ConfigError, unknown_name
 from chunkrt.files import no_progress
 from chunkrt.graph.modules import Module
+from chunkrt.graph.operators import is_dynamic
 from chunkrt.graph.ops import Trace
 from chunkrt.graph.partition import Planned, plan_node
-from chunkrt.graph.plan import Node, Plan, resolve
+from chunkrt.graph.plan import Node, Plan, Rows, Subgraph, Tensor, read_only_caches, resolve
+from chunkrt.graph.uses import uses
 
 Float32 = NDArray[np.float32]
 Array = NDArray[Any]
 Hook = Callable[[str, Array], Array | None]
 """A function that receives the name and the array of a value, and returns an array to use instead, or None."""
 
+BACKENDS = (REFERENCE, "native", "onnxrt")
 DEFAULT_CONTEXT_LENGTH = 4096
+MIN_ROWS = 32
+"""Smallest number of rows that compiled modules are prepared for; one that gets more is compiled again."""
 
 
 class State:
@@ -67,6 +82,140 @@ class State:
     def advance(self, num_tokens: int) -> None:
         """Move the position past tokens that all modules have computed."""
         self.position += num_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A compiled part of a module, whose outputs have `rows` rows."""
+
+    nodes: Sequence[Node]
+    executable: Executable
+    inputs: Sequence[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of a row of each output."""
+    num_rows: int
+
+    def run(self, values: Mapping[str, Any]) -> dict[str, Float32]:
+        """Return the outputs by name."""
+        outputs = {name: np.empty((self.num_rows, *shape), np.float32) for name, shape in self.shapes.items()}
+        self.executable.run({name: values[name] for name in self.inputs}, outputs)
+        return outputs
+
+
+class _ModuleCompiler:
+    """Compiler of traced modules for one backend and scheme. Compiled modules are kept.
+
+    Args:
+        plan: the plan of the complete decoder.
+
+    Raises:
+        ConfigError, ModelError, PartitionError: see `load`.
+    """
+
+    def __init__(self, model: str, plan: Plan, backend: str, scheme: str | None) -> None:
+        options = EngineOptions(npu=backend, scheme=scheme)
+        folder = engine_folder(model, options, no_progress)
+        manifest = read_manifest(folder)
+        check_runs(plan, manifest.scheme, options)
+        self._plan, self._scheme = plan, manifest.scheme
+        self._weights = open_weights(folder).with_tables(plan)
+        self._backend = open_backends(manifest, folder, options, "float32")[1]
+        self._compiled: dict[tuple[object, ...], tuple[int, list[tuple[Subgraph, Executable]]]] = {}
+
+    def parts(
+        self, nodes: Sequence[Node], results: Sequence[str], given: Mapping[str, Array], hooked: Sequence[str]
+    ) -> Iterator[_Part]:
+        """Return the compiled parts of a module, in execution order.
+
+        Args:
+            results: values that the module returns.
+            given: arrays that the module is called with.
+            hooked: values that hooks see; the module is then cut into its operators.
+
+        Raises:
+            ConfigError: a hooked value is computed inside of an operator.
+        """
+        lengths = [len(array) for array in given.values()] or [1]
+        rows = {"T": lengths[0], "R": lengths[-1]}  # only the decoder itself takes the rows that get logits
+        shapes = tuple(array.shape[1:] for array in given.values())
+        key = (tuple(node.name for node in nodes), shapes, bool(hooked))
+        most, compiled = self._compiled.get(key, (0, []))
+        if most < max(rows.values()):
+            most = max(*rows.values(), MIN_ROWS)
+            compiled = self._compile(nodes, results, given, most, cuts=bool(hooked))
+            self._compiled[key] = most, compiled
+        visible = {name for subgraph, _ in compiled for name in subgraph.outputs}
+        if inside := [name for name in hooked if name not in visible]:
+            raise ConfigError(
+                f"a hook is on {inside[0]}, which {self._backend.name} computes inside of an operator; "
+                "use the reference"
+            )
+        for subgraph, executable in compiled:
+            yield _Part(
+                nodes=subgraph.nodes,
+                executable=executable,
+                inputs=(*subgraph.inputs, *subgraph.all_state),
+                shapes={name: self._row_shape(name) for name in subgraph.outputs},
+                num_rows=rows[subgraph.rows],
+            )
+
+    def _row_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in self._plan.tensors[name].shape[1:])
+
+    def _compile(
+        self, nodes: Sequence[Node], results: Sequence[str], given: Mapping[str, Array], most: int, *, cuts: bool
+    ) -> list[tuple[Subgraph, Executable]]:
+        tensors = self._plan.tensors
+        has_all_rows = any(tensors[node.outputs[0]].shape[0] == "T" for node in nodes)
+        added = {
+            name: Tensor(
+                name=name,
+                dtype="int64" if array.dtype == np.int64 else "float32",
+                shape=("T" if has_all_rows and (index == 0 or array.ndim > 1) else "R", *array.shape[1:]),
+            )
+            for index, (name, array) in enumerate(given.items())
+        }
+        plan = replace(self._plan, tensors={**tensors, **added})
+        whole = self._subgraph("module", nodes, nodes, results, tensors)
+        groups = [list(use.nodes) for use in uses(whole, plan)] if cuts else _by_rows(nodes, tensors)
+        parts = tuple(
+            self._subgraph(f"module.{index}", group, nodes, results, tensors) for index, group in enumerate(groups)
+        )
+        plan = replace(plan, subgraphs=parts)
+        dispatcher = Dispatcher(plan, self._scheme, registered_operators(), Switches.parse(None))
+        return [(part, dispatcher.compile(part, self._backend, most, self._weights)) for part in parts]
+
+    def _subgraph(
+        self,
+        name: str,
+        nodes: Sequence[Node],
+        of_module: Sequence[Node],
+        results: Sequence[str],
+        tensors: Mapping[str, Tensor],
+    ) -> Subgraph:
+        """Return some nodes of a module as a subgraph."""
+        made = [output for node in nodes for output in node.outputs]
+        read = dict.fromkeys(value for node in nodes for value in node.inputs if value and value not in made)
+        kinds = {value: tensors[value].kind if value in tensors else "value" for value in read}
+        others = {value for node in of_module if node not in nodes for value in node.inputs}
+        shared = read_only_caches(nodes)
+        return Subgraph(
+            name=name,
+            device="cpu",
+            is_static=not any(is_dynamic(node.domain, node.op) for node in nodes),
+            rows=cast(Rows, tensors[nodes[0].outputs[0]].shape[0]),
+            nodes=tuple(nodes),
+            inputs=tuple(value for value in read if kinds[value] == "value"),
+            outputs=tuple(value for value in made if value in others or value in results),
+            weights=tuple(value for value in read if kinds[value] == "weight"),
+            state=tuple(value for value in read if kinds[value] == "state" and value not in shared),
+            shared_state=tuple(value for value in read if kinds[value] == "state" and value in shared),
+        )
+
+
+def _by_rows(nodes: Sequence[Node], tensors: Mapping[str, Tensor]) -> list[list[Node]]:
+    """Return adjacent nodes whose outputs have equally many rows."""
+    return [list(group) for _, group in groupby(nodes, key=lambda node: tensors[node.outputs[0]].shape[0])]
 
 
 class EagerModule:
@@ -123,9 +272,9 @@ class Tree(EagerModule):
         plan: the plan of the complete decoder, which names all values.
     """
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: Planned, compiler: _ModuleCompiler | None = None) -> None:
         super().__init__(self, planned.decoder)
-        self.plan, self._planned = planned.plan, planned
+        self.plan, self._planned, self._compiler = planned.plan, planned, compiler
         self._hooks: list[tuple[str, Hook]] = []
         self._weights: dict[str, Float32] = {}
 
@@ -187,23 +336,43 @@ class Tree(EagerModule):
         updates = {new.name or "" for _, new in record.state_updates}
         nodes = [plan_node(node, updates) for node in record.nodes]
         results = result if isinstance(result, tuple) else (result,)
-        read = {name for node in nodes for name in node.inputs} | {each.name or "" for each in results}
-        values: dict[str, Any] = {
-            "": None,
-            **given,
-            **{name: self._weight(name) for name in record.weights if name in read},
-        }
+        names = [each.name or "" for each in results]
+        read = {name for node in nodes for name in node.inputs} | {*names}
+        values: dict[str, Any] = {"": None, **given}
         values |= self._positions(module, read, state, len(inputs[0]) if inputs else 0)
         before = {name: tensor.copy() for name, tensor in state.tensors.items() if name in values} if state else {}
         try:
-            for node in nodes:
-                self._compute(node, values)
+            if self._compiler is None:
+                values |= {name: self._weight(name) for name in record.weights if name in read}
+                for node in nodes:
+                    self._compute(node, values)
+            else:
+                self._compute_compiled(self._compiler, nodes, names, values, given)
         except BaseException:
             for name, tensor in before.items():
                 values[name][:] = tensor
             raise
-        arrays = tuple(np.array(values[each.name or ""]) for each in results)
+        arrays = tuple(np.array(values[name]) for name in names)
         return arrays if isinstance(result, tuple) else arrays[0]
+
+    def _compute_compiled(
+        self,
+        compiler: _ModuleCompiler,
+        nodes: Sequence[Node],
+        results: Sequence[str],
+        values: dict[str, Any],
+        given: Mapping[str, Array],
+    ) -> None:
+        """Add the outputs of compiled nodes to the values; hooks get the values between operators."""
+        computed = [name for node in nodes for name in node.outputs]
+        hooked = [name for name in computed if any(fnmatchcase(name, pattern) for pattern, _ in self._hooks)]
+        for part in compiler.parts(nodes, results, given, hooked):
+            try:
+                outputs = part.run(values)
+            except (BackendError, ValueError, IndexError) as error:
+                raise ConfigError(f"{part.nodes[0].name} cannot be computed from these arrays: {error}") from error
+            for name, array in outputs.items():
+                values[name] = self._hooked(name, read_only(array))
 
     def _compute(self, node: Node, values: dict[str, Any]) -> None:
         """Add the outputs of a node to the values."""
@@ -251,21 +420,37 @@ class Tree(EagerModule):
         return array
 
 
-def load(model: str | os.PathLike[str], *, context_length: int = DEFAULT_CONTEXT_LENGTH) -> Tree:
+def load(
+    model: str | os.PathLike[str],
+    *,
+    context_length: int = DEFAULT_CONTEXT_LENGTH,
+    backend: str = REFERENCE,
+    scheme: str | None = None,
+) -> Tree:
     """Open a checkpoint for eager evaluation. Weights are read when a module first needs them, and then kept.
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX decoder.
         context_length: largest number of positions of a state, at most the model's.
+        backend: "reference" computes operators one by one in float32. "native" compiles the called modules for this
+            CPU, and runs a decoder many times faster.
+        scheme: quantisation of the compiled modules, by default the model's; not for the reference.
 
     Raises:
         ConfigError, ModelError: the model is unknown, damaged or unsupported.
+        PartitionError: the backend does not run the scheme.
     """
     if context_length < 1:
         raise ConfigError(f"context_length is {context_length}, expected at least 1")
+    if backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
+    if backend == REFERENCE and scheme is not None:
+        raise ConfigError(f"scheme is {scheme!r}, and the reference computes without one; choose backend='native'")
     checkpoint, _ = find_checkpoint(os.fspath(model), no_progress)
     planned = plan_checkpoint(checkpoint, {})
-    return Tree(planned.within(min(context_length, planned.plan.context_length)))
+    planned = planned.within(min(context_length, planned.plan.context_length))
+    compiler = None if backend == REFERENCE else _ModuleCompiler(os.fspath(model), planned.plan, backend, scheme)
+    return Tree(planned, compiler)
 
 
 def _array(given: ArrayLike) -> Array:

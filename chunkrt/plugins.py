@@ -133,13 +133,21 @@ class PluginGroup(Generic[Provided]):
         """Return the plug-in with a name. Return None if no such plug-in exists, or if the name is chunkrt's own."""
         return next((plugin for plugin in self.plugins if plugin.name == name and name not in self._own), None)
 
-    def choose(self, name: str, own: Mapping[str, Provided], noun: str) -> Provided:
-        """Return the object with a name: chunkrt's own object or that of a plug-in.
+    def choose(self, name: str | Provided, own: Mapping[str, Provided], noun: str) -> Provided:
+        """Return the object with a name: chunkrt's own object or that of a plug-in. An object of the caller is returned
+        unchanged.
 
         Raises:
             ConfigError: the name is unknown (the message suggests the nearest name and lists all), or the plug-in is
-                broken.
+                broken; or the object is not of the group's kind, or has the name of another one.
         """
+        if not isinstance(name, str):
+            named = getattr(name, "name", None)
+            if reason := self.check(named if isinstance(named, str) else "", name):
+                raise self.error(f"the {noun} {name!r:.80} {reason}")
+            if own.get(named or "", name) is not name or self.find(named or "") not in (None, name):
+                raise self.error(f"the {noun} {name!r:.80} is named {named!r}, which is another one; rename it")
+            return name
         if plugin := self.find(name):
             return plugin.load()
         if name not in own:

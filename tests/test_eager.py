@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, expected_logits, input_ids
 
+import chunkrt
 from chunkrt import eager
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, PartitionError
 
 DATA = Path(__file__).parent / "data"
 TOLERANCE = 1e-5
@@ -64,6 +65,89 @@ def test_decoder_gives_the_logits_of_transformers(name):
     state.advance(half)
     second = tree(tokens[half:], np.arange(len(tokens) - half), state=state)
     assert_close(np.concatenate([first, second]), expected_logits(name))
+
+
+def distance(found, expected):
+    """Return the root mean square of the difference relative to that of the expected values."""
+    return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_STATE)
+def test_compiled_modules_give_the_bits_of_an_engine(name):
+    tokens, options = input_ids(name), {"scheme": "w8a8-dynamic"}
+    tree = eager.load(checkpoint(name), backend="native", **options)
+    pieces, state = [], tree.state(len(tokens))
+    for piece in (tokens[:7], tokens[7:8], tokens[8:]):
+        pieces.append(logits_by_layer(tree, piece, state))
+        state.advance(len(piece))
+    whole = tree(tokens, np.arange(len(tokens)), state=tree.state(len(tokens)))
+    options |= {"npu": "native", "cache_dtype": "float32", "attention_math": "float32"}
+    with chunkrt.load(checkpoint(name), **options) as engine:
+        expected = engine.session().prefill(tokens, logits="all").logits
+    np.testing.assert_array_equal(whole, expected)
+    assert distance(np.concatenate(pieces), expected) < 0.02  # the delta rule sums the rows of a piece in another order
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3_next"])
+def test_modules_compiled_in_float_give_the_logits_of_transformers(name):
+    tree, tokens = eager.load(checkpoint(name), backend="onnxrt", scheme="float"), input_ids(name)
+    found = tree(tokens, np.arange(len(tokens)), state=tree.state(len(tokens)))
+    assert_close(found, expected_logits(name))
+
+
+def test_hook_on_compiled_modules_sees_and_replaces_values():
+    name = "llama_gqa"
+    tree, reference = eager.load(checkpoint(name), backend="native"), eager.load(checkpoint(name))
+    tokens = input_ids(name)
+
+    def outputs(tree, pattern, change):
+        seen = {}
+
+        def see(name, array):
+            seen[name] = array
+            return change(array)
+
+        with tree.hook(pattern, see):
+            return seen, tree(tokens, [len(tokens) - 1], state=tree.state(len(tokens)))
+
+    for change in (lambda array: None, np.zeros_like):
+        seen, logits = outputs(tree, "*.mlp.down_proj.output", change)
+        expected_seen, expected = outputs(reference, "*.mlp.down_proj.output", change)
+        assert list(seen) == list(expected_seen)
+        for name, array in seen.items():
+            assert distance(array, expected_seen[name]) < 0.05
+        assert distance(logits, expected) < 0.05
+
+
+def test_error_of_a_hook_restores_the_state_of_compiled_modules():
+    tree = eager.load(checkpoint("qwen3_next"), backend="native")
+    tokens, state = input_ids("qwen3_next")[:9], tree.state(9)
+
+    def fail(name, array):
+        raise RuntimeError(name)
+
+    with tree.hook("lm_head.output", fail), pytest.raises(RuntimeError, match=r"lm_head\.output"):
+        tree(tokens, [8], state=state)
+    assert not any(tensor.any() for tensor in state.tensors.values())
+    first = tree(tokens, [8], state=state)
+    np.testing.assert_array_equal(first, tree(tokens, [8], state=tree.state(9)))
+
+
+def test_wrong_backends_and_schemes_are_refused():
+    for options, message in [
+        ({"backend": "qnn"}, "qnn"),
+        ({"scheme": "w8a16"}, "scheme is 'w8a16', and the reference computes without one; choose backend='native'"),
+        ({"backend": "native", "scheme": "w9"}, "w9"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            eager.load(checkpoint("llama_gqa"), **options)
+    with pytest.raises(PartitionError, match=r"native cannot run subgraph static\.0 under scheme float"):
+        eager.load(checkpoint("llama_gqa"), backend="native", scheme="float")
+    tree = eager.load(checkpoint("llama_gqa"), backend="native")
+    inside = next(name for name in tree.plan.tensors if ".mlp." in name and "sigmoid" in name.lower())
+    hidden = np.ones((3, 48), np.float32)
+    with tree.hook(inside, print), pytest.raises(ConfigError, match="native computes inside of an operator"):
+        tree.model.layers[0](hidden, state=tree.state(3))
 
 
 def test_hook_sees_and_replaces_values():

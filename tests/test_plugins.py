@@ -582,7 +582,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import chunkrt, numpy as np
-from chunkrt.runtime.ranks.local import local_communicators
+from chunkrt.runtime.ranks.messages import local_communicators
 folder, out = map(Path, sys.argv[1:])
 ids, logits = np.load(out / "ids.npy"), {}
 

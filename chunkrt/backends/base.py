@@ -162,6 +162,13 @@ class ConvertingBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class EmulatedBackend(Backend, Protocol):
+    """An NPU backend that runs on a device or on an emulator, whose times mean nothing."""
+
+    is_emulated: bool
+
+
+@runtime_checkable
 class RestorableBackend(Backend, Protocol):
     """An NPU backend whose executables can be used again after the NPU failed."""
 

@@ -63,7 +63,7 @@ class NpuHealth:
     number range, are logged.
 
     Args:
-        restore: opens the contexts again, or raises BackendError; None if the NPU cannot be restored.
+        restore: opens the contexts again, or raises an error; None if the NPU cannot be restored.
     """
 
     def __init__(self, restore: Callable[[], None] | None = None) -> None:
@@ -139,9 +139,10 @@ class NpuHealth:
 
     def report_success(self) -> None:
         """Record a run without a failure."""
-        self._num_good_runs += 1
-        if self._num_good_runs == STEADY_RUNS:
-            self._num_attempts = 0
+        with self._lock:
+            self._num_good_runs += 1
+            if self._num_good_runs == STEADY_RUNS:
+                self._num_attempts = 0
 
     def report_fallback(self) -> None:
         """Record a run that the CPU computes for the NPU."""
@@ -168,7 +169,8 @@ class NpuHealth:
         while self._num_attempts < len(RESTORE_DELAYS_S):
             if self._closed.wait(RESTORE_DELAYS_S[self._num_attempts]):
                 return
-            self._num_attempts += 1
+            with self._lock:
+                self._num_attempts += 1
             with self._restoring:
                 error = self._try_to_restore()
             if error is None:
@@ -182,7 +184,7 @@ class NpuHealth:
         assert self._restore is not None
         try:
             self._restore()
-        except BackendError as error:
+        except Exception as error:  # a plug-in's backend may raise any type
             return error
         with self._lock:
             self.num_restored += 1

@@ -43,6 +43,7 @@ COMMANDS = {
     "simulate": "Predict prefill speed on a device that you do not have.",
     "tune": "Search the best settings for a device, by simulation.",
     "experiment": "Simulate a grid of choices from a TOML file.",
+    "report": "Write a page about runs, from the files of other commands.",
     "profile": "Measure a model on this machine, for simulate and tune.",
     "compile": "Write an engine directory, for the CPU and one or several NPUs.",
     "export": "Write a decoder as ONNX, for other tools.",

@@ -28,7 +28,8 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes
-from chunkrt.runtime.record import RunRecord
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.record import Origin, RunRecord, origin_of
 from chunkrt.runtime.trace.utilisation import utilisation
 
 Sample = TypeVar("Sample")
@@ -38,7 +39,11 @@ WIDTH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSetup:
-    """Columns that describe the model and its settings in every row."""
+    """Columns that describe the model and its settings in every row.
+
+    Attributes:
+        origin: "emulated" if an emulated NPU took part, else "measured".
+    """
 
     model: str
     backend: str
@@ -48,6 +53,7 @@ class BenchSetup:
     threads: int
     affinity: str
     attention_math: str
+    origin: Origin
 
     TEXTS: ClassVar[tuple[str, ...]] = ("model", "backend", "scheme", "chunk", "policy", "threads")
     """Left-aligned columns of the Markdown table."""
@@ -58,17 +64,18 @@ class BenchSetup:
         return texts | {"model": Path(self.model).name if Path(self.model).exists() else self.model}
 
 
-def setup_of(engine: Engine, model: str) -> dict[str, Any]:
-    """Return the fields of `BenchSetup`."""
+def setup_of(engine: Engine, model: str, records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the fields of `BenchSetup` for a test with these records."""
     return {
         "model": model,
         "backend": engine.loaded.npu_backend.name,
         "scheme": engine.scheme.name,
         "chunk": engine.chunk_length,
-        "policy": engine.options.policy,
+        "policy": find_policy(engine.options.policy).name,
         "threads": engine.options.num_threads,
         "affinity": engine.options.affinity,
         "attention_math": engine.attention_math,
+        "origin": origin_of(records),
     }
 
 
@@ -303,7 +310,7 @@ def measure(
     busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
     has_npu = engine.loaded.npu_backend.concurrency is not None
     return BenchRow(
-        **setup_of(engine, model),
+        **setup_of(engine, model, ran),
         **_llama_bench(engine, model),
         test=test.name,
         **asdict(test),
@@ -452,7 +459,7 @@ def measure_parallel(
     prefills, decodes = ([ns / 1e9 for ns in phase] for phase in zip(*samples, strict=True))
     both = [prefill + decode for prefill, decode in zip(prefills, decodes, strict=True)]
     return ParallelRow(
-        **setup_of(engine, model),
+        **setup_of(engine, model, ran),
         pp=prompt_length,
         tg=new_tokens,
         pl=num_sequences,

@@ -79,6 +79,11 @@ _FILE = click.Path(path_type=Path)
     help=f"Number of tokens to use. Several files share them equally.  [default: up to {DEFAULT_NUM_TOKENS}]",
 )
 @option(
+    "--dask",
+    group="Measurement",
+    help="Address of a Dask scheduler whose workers share the tokens. Each worker needs MODEL at the same path.",
+)
+@option(
     "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
 )
 @option(
@@ -100,6 +105,7 @@ def calibrate(
     ids: tuple[Path, ...],
     method: Method,
     num_tokens: int | None,
+    dask: str | None,
     output: Path | None,
     as_json: bool,
     adapter: Path | None,
@@ -117,6 +123,9 @@ def calibrate(
 
     If the residual stream comes near the largest float16, it is scaled by a power of two when a model is compiled under
     a static scheme; the command prints the power.
+
+    With --dask the tokens are divided among the workers of a Dask cluster, and the parts are merged: the ranges are
+    those of one machine. Measurements for shadows are made when a model is compiled.
 
     --merge combines calibrations that were made with the same options on different files, also on different machines.
     The ranges are those of one calibration on all files.
@@ -146,6 +155,13 @@ def calibrate(
     with opened_files(texts, chats, ids) as files, ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {}, adapter=adapter)
+        elsewhere = None
+        if dask is not None:
+            from chunkrt.cli.calibration_shards import measure_on_cluster
+
+            elsewhere = measure_on_cluster(
+                dask, planned, model=model, adapter=adapter, method=method, progress=progress
+            )
         calibration, path = cached_calibration(
             planned,
             checkpoint,
@@ -154,6 +170,7 @@ def calibrate(
             method=method,
             equalisation=recipe.scheme.equalisation,
             is_rotated=recipe.scheme.is_rotated,
+            elsewhere=elsewhere,
             progress=lambda done, total: progress("calibrating", done, total),
         )
         if recipe.search:

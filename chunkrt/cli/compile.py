@@ -100,7 +100,8 @@ def compile(
     if as_json:
         click.echo(json.dumps(written, indent=1))
         return
-    click.echo(f"{output}: {written['bytes'] / 1e6:.0f} MB, scheme {written['scheme']}")
+    peak = written["peak_memory_bytes"] / 1e6
+    click.echo(f"{output}: {written['bytes'] / 1e6:.0f} MB, scheme {written['scheme']}; peak memory {peak:.0f} MB")
     for target in written["npu"]:
         click.echo(f"  {target['soc']}, chunks of {target['chunk_length']}: {target['contexts']} contexts")
 

@@ -39,7 +39,7 @@ Report = dict[str, Any]
 @click.command(
     "device-test",
     cls=GroupedCommand,
-    first="output against minutes soc chunk_length",
+    first="output against minutes soc chunk_length recompile",
     epilog="See docs/device-checklist.md.",
 )
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -58,7 +58,7 @@ Report = dict[str, Any]
     show_default=True,
     help="Minutes of repeated prompts, which show the effect of heat.",
 )
-@engine_fields("soc", "chunk_length", "htp")
+@engine_fields("soc", "chunk_length", "recompile", "htp")
 @verbose_option
 def device_test(folder: Path, output: Path, against: Path | None, minutes: float, **settings: Any) -> None:
     """Check an engine directory on this machine's NPU, or in the emulator, and write a report.

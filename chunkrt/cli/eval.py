@@ -34,7 +34,7 @@ from chunkrt.files import Progress
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.scheme import SCHEMES, Recipe
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, MIXED, SCHEMES, STATIC_SCHEMES, Recipe
 
 NO_BASE = "none"
 DEFAULT_CACHE_GB = 4.0
@@ -104,6 +104,13 @@ _FILE = click.Path(path_type=Path)
     help="Disk limit in GB for cached logits of the base; 0 caches none.",
 )
 @option(
+    "--as-npu",
+    group="Measurement",
+    is_flag=True,
+    help=f"Quantise on the CPU as an NPU does: under a static scheme, by default {DEFAULT_NPU_SCHEME}, with outputs on "
+    "grids.",
+)
+@option(
     "--per-layer",
     group="Measurement",
     is_flag=True,
@@ -124,6 +131,7 @@ def eval(
     windows: str | None,
     part: str,
     cache_gb: float,
+    as_npu: bool,
     per_layer: bool,
     picture: Path | None,
     as_json: bool,
@@ -138,9 +146,13 @@ def eval(
     An engine directory holds no float weights: name its checkpoint with --base-model, or give --base none. The base has
     the adapter of --adapter, unless --base-model names the base.
 
+    --as-npu measures the loss of an NPU's integers at the speed of the CPU; values between linear layers stay float32.
+
     --per-layer needs the checkpoint as MODEL. It shows the error of each linear layer alone, and the growth of errors
     from layer to layer, computed by the reference backend.
     """
+    if as_npu:
+        settings = _as_npu(model, settings)
     if text_file is None and hellaswag_file is None and lambada_file is None:
         raise ConfigError("nothing to evaluate; give --text FILE, --hellaswag FILE or --lambada FILE")
     if limit is not None and limit < 1:
@@ -197,6 +209,19 @@ def eval(
             layers_run, picture, f"{Path(model).name}, {report.run.scheme}: error of each linear layer against float"
         )
     click.echo(json.dumps(asdict(report), indent=1, ensure_ascii=False) if as_json else "\n".join(report.lines()))
+
+
+def _as_npu(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the scheme and the outputs of an NPU."""
+    if is_engine_directory(Path(model)):
+        raise ConfigError(f"{model} is compiled, with outputs of its own; omit --as-npu, or give its checkpoint")
+    scheme = settings["scheme"] or DEFAULT_NPU_SCHEME
+    if scheme not in (*STATIC_SCHEMES, MIXED):
+        choices = ", ".join((*STATIC_SCHEMES, MIXED))
+        raise ConfigError(f"--as-npu needs a scheme that NPUs run ({choices}), and --scheme is {scheme}")
+    if settings["outputs"] == "float":
+        raise ConfigError("--as-npu puts outputs on grids, and --outputs is float; omit one of them")
+    return {**settings, "scheme": scheme, "outputs": "grid"}
 
 
 @dataclass(frozen=True, kw_only=True)

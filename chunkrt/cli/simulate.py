@@ -350,7 +350,7 @@ def simulate(
     if trace is not None:
         write_trace(trace, rows[0].records, f"chunkrt simulate {model}")
     if as_json:
-        results = [{"model": model} | row.to_dict() for row in rows]
+        results = [{"model": model, "origin": "predicted"} | row.to_dict() for row in rows]
         if link is not None:
             results = [result | {"speed_up": ratio} for result, ratio in zip(results, speed_ups, strict=True)]
         if lasting:

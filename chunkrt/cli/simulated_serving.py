@@ -103,7 +103,11 @@ def simulate_served(
     if as_json:
         asked = {name: getattr(options, name) for name in ("arrivals", "prompt", "generate")}
         seed = {"seed": options.seed or 0}
-        click.echo(json.dumps([{"model": model} | asked | seed | row.to_dict() for row in rows], indent=1))
+        click.echo(
+            json.dumps(
+                [{"model": model, "origin": "predicted"} | asked | seed | row.to_dict() for row in rows], indent=1
+            )
+        )
     else:
         _print(model, options, load, rows)
 

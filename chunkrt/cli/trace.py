@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
 from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
-from chunkrt.runtime.record import WORKS, RunRecord
+from chunkrt.runtime.record import WORKS
 from chunkrt.runtime.tasks import SPANS, Span
 from chunkrt.runtime.trace.file import read_trace
-from chunkrt.runtime.trace.idle import CAUSES, ProcessorTime, where_time_went
-from chunkrt.runtime.trace.shared import Packing, joined, packing, with_others
-from chunkrt.runtime.trace.utilisation import LinkTime, link_time
+from chunkrt.runtime.trace.groups import Group, group_runs, shares
+from chunkrt.runtime.trace.idle import CAUSES
+from chunkrt.runtime.trace.shared import with_others
 
 SPAN_MEANINGS: Mapping[Span, str] = {
     "entering": "inputs converted",
@@ -25,54 +23,6 @@ SPAN_MEANINGS: Mapping[Span, str] = {
     "computing": "computing",
     "leaving": "outputs converted",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Runs with a common breakdown: prefills of one length, all decoding steps, or runs that shared chunks."""
-
-    name: str
-    records: Sequence[RunRecord]
-    processors: Sequence[ProcessorTime]
-
-    @property
-    def wall_ns(self) -> int:
-        """Nanoseconds of all runs; for shared chunks, time in which at least one chunk was in flight."""
-        return sum(record.end_ns - record.start_ns for record in joined(self.records))
-
-    @property
-    def packing(self) -> Packing | None:
-        """Statistics of shared chunks; None for other runs."""
-        return packing(self.records)
-
-    @property
-    def link(self) -> LinkTime | None:
-        """Breakdown of the link's time; None without other ranks."""
-        return link_time(self.records)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all runs, including tokens in shared chunks of sequences that are not in the trace."""
-        return sum(record.num_tokens for record in joined(self.records))
-
-    @property
-    def num_cached(self) -> int:
-        """Number of tokens that came from the prefix cache."""
-        return sum(record.num_cached for record in self.records)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the group for JSON: nanoseconds, and shares of each processor's time in percent."""
-        return {
-            "name": self.name,
-            "runs": len(self.records),
-            "tokens": self.num_tokens,
-            "cached": self.num_cached,
-            "policy": self.records[0].pipeline.policy,
-            "wall_ns": self.wall_ns,
-            "processors": [asdict(time) | {"percent": shares(time)} for time in self.processors],
-            "link": None if self.link is None else asdict(self.link) | {"hidden": self.link.hidden},
-            "shared_chunks": None if self.packing is None else asdict(self.packing),
-        }
 
 
 @click.command(cls=GroupedCommand)
@@ -101,28 +51,6 @@ def trace(file: Path, as_json: bool, plot: Path | None) -> None:
         click.echo(json.dumps({"groups": [group.as_dict() for group in groups]}, indent=1))
     else:
         click.echo("\n\n".join(_text(group) for group in groups))
-
-
-def group_runs(records: Iterable[RunRecord]) -> list[Group]:
-    """Sort runs into groups, and break down the time of each group."""
-    groups: dict[str, list[RunRecord]] = {}
-    for record in records:
-        groups.setdefault(_group(record), []).append(record)
-    return [Group(name=name, records=runs, processors=where_time_went(runs)) for name, runs in groups.items()]
-
-
-def _group(record: RunRecord) -> str:
-    if record.chunks:
-        names = [processor.name.upper() for processor in record.pipeline.processors if processor.name != "link"]
-        return f"shared chunks on {' and '.join(names)}"
-    return "decode" if record.is_decode else record.name
-
-
-def shares(time: ProcessorTime) -> Mapping[str, float]:
-    """Return a processor's busy time and its idle times by cause, in percent; they sum to 100."""
-    parts: dict[str, int] = {"busy": sum(time.busy_ns.values())}
-    parts.update((cause, time.idle_ns.get(cause, 0)) for cause in CAUSES)
-    return {name: 100 * part / time.total_ns if time.total_ns else 0.0 for name, part in parts.items()}
 
 
 def _text(group: Group) -> str:

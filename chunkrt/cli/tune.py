@@ -177,6 +177,7 @@ def _numbers(option: str, text: str) -> list[int]:
 def _summary(tuned: Tuned) -> dict[str, object]:
     return {
         "model": tuned.model,
+        "origin": "predicted",
         "device": tuned.device.name,
         "scheme": tuned.scheme,
         "prompt_lengths": tuned.prompt_lengths,

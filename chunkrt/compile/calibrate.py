@@ -53,6 +53,10 @@ RunNode = Callable[[Node, Values], Any]
 outputs.
 """
 
+Measure = Callable[[Folding, TokenIds], Calibration]
+"""A function that calibrates on tokens with transformed weights. The calibration does not record the transformations.
+"""
+
 log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
@@ -68,6 +72,7 @@ def cached_calibration(
     method: Method = "mse",
     equalisation: float | None = None,
     is_rotated: bool = False,
+    elsewhere: Measure | None = None,
     progress: Count = lambda done, total: None,
 ) -> tuple[Calibration, Path]:
     """Return the calibration of a checkpoint on some tokens, from the cache if it is stored there; otherwise make and
@@ -78,6 +83,8 @@ def cached_calibration(
         model: the model's name.
         token_ids: int64 [n]; by default those of a text that is part of chunkrt.
         equalisation, is_rotated: settings of the scheme that the calibration is for; see `quant/scheme.py`.
+        elsewhere: measures in place of this process, e.g. on other machines; its calibrations may lack measurements
+            for shadows, so they are cached apart from others.
         progress: called with (subgraphs done, total) unless the calibration is cached.
 
     Returns:
@@ -91,6 +98,8 @@ def cached_calibration(
         token_ids = calibration_tokens(planned, shipped_text(), None)
     planned = planned.within(WINDOW_LENGTH)
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
+    if elsewhere is not None:
+        settings["elsewhere"] = True
     adapter = adapter_of(planned.source)
     key = cache_key(checkpoint, adapter=adapter, format=FORMAT, text=text_digest(token_ids), **settings)
     path = keyed_path(catalogue.home() / "calibrations", checkpoint, key, suffix=".npz")
@@ -104,13 +113,14 @@ def cached_calibration(
             token_ids=token_ids,
             method=method,
             is_rotated=is_rotated,
+            elsewhere=elsewhere,
             progress=progress,
         )
 
     folding = before.folding if before else Folding()
 
     def load(name: str) -> Float32:
-        return folding.apply(name, _load_finite(planned, name))
+        return folding.apply(name, load_finite(planned, name))
 
     try:
         with cached_entry(path, "calibrating", Calibration.load) as found:
@@ -128,8 +138,12 @@ def cached_calibration(
                     folding = folding.then(factors)
                 elif is_rotated:
                     folding = rotation(planned.plan, load)
-                found = calibrate(
-                    planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
+                found = (
+                    elsewhere(folding, token_ids)
+                    if elsewhere is not None
+                    else calibrate(
+                        planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
+                    )
                 )
                 found = replace(found, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
                 found.save(path)
@@ -138,7 +152,7 @@ def cached_calibration(
     return replace(found, model=model), path
 
 
-def _load_finite(planned: Planned, name: str) -> Float32:
+def load_finite(planned: Planned, name: str) -> Float32:
     """Return a weight. If it is not finite, raise a QuantizationError that names the checkpoint's tensor."""
     values = planned.load(name)
     if not np.isfinite(values).all():

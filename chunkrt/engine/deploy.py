@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import errno
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.backends.qnn.contexts import store_difference
@@ -57,8 +61,8 @@ def compile_engine(
         progress: called with (description, amount done, total).
 
     Returns:
-        Mapping that describes the directory: model, scheme, bytes, and a list of SoCs and chunk lengths with their
-        contexts.
+        Mapping that describes the directory: model, scheme, bytes, the peak memory of this process, which includes that
+        of the NPU's compiler, and a list of SoCs and chunk lengths with their contexts.
 
     Raises:
         ConfigError: the folder already exists, a SoC is unknown, or `for_host` is set without a SoC; see `check_host`.
@@ -136,8 +140,22 @@ def compile_engine(
         "model": manifest.model,
         "scheme": scheme.name,
         "bytes": sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
+        "peak_memory_bytes": _peak_memory_bytes(),
         "npu": [{**asdict(target), "contexts": len({*contexts.values()})} for target, contexts in compiled.items()],
     }
+
+
+def _peak_memory_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    with suppress(OSError):  # without procfs
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _check_absent(output: Path) -> None:

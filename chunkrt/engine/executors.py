@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends import Backend, Executable
-from chunkrt.backends.base import ConvertingBackend, RestorableBackend
+from chunkrt.backends.base import ConvertingBackend, EmulatedBackend, RestorableBackend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import IN_NUMPY, Dispatcher
 from chunkrt.backends.fallback import NpuHealth, guarded
@@ -24,6 +24,7 @@ from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.executor import Executor, ExecutorSet
 from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.record import Origin
 from chunkrt.runtime.tasks import processors_for
 
 _NPU_ERRORS = (CompileError, DeviceLostError, PartitionError)
@@ -32,6 +33,11 @@ log = logging.getLogger(__name__)
 
 BY_ROWS = {NATIVE, QNN}
 """Backends that compute every row independently of other rows; see `parting_step` for the exceptions."""
+
+
+def origin_with(npu: Backend | None) -> Origin:
+    """Return the origin of times that are measured while a backend, if any, serves as the NPU."""
+    return "emulated" if isinstance(npu, EmulatedBackend) and npu.is_emulated else "measured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +224,7 @@ class ExecutorBuilder:
             chunks_in_flight=chunks_in_flight,
             cpus=self.cpus,
             reach=reach,
+            origin=origin_with(npu),
         )
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:

@@ -89,7 +89,7 @@ def _load(model: str, tell: Progress, communicator: Communicator | None, options
         log.warning("%s", windows_processors.EMULATED)
     find_cpus(chosen.affinity)  # report errors in the options before a model is compiled
     check_switches(Switches.parse(chosen.ops), registered_operators())
-    if communicator is None and (launch := connect([model, repr(vars(chosen))])) is not None:
+    if communicator is None and (launch := connect([model, repr(chosen.comparable())])) is not None:
         if launch.rank > 0:
             sys.exit(follow(launch))
         from chunkrt.engine.ranks.leader import leader

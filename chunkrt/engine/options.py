@@ -26,13 +26,13 @@ from chunkrt.engine.declaration import (
     word_or_path,
 )
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.graph.placement import Placement, check_placement
+from chunkrt.graph.placement import LAYERS, Placed, Placement, check_placement, layers_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
-from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
+from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
 from chunkrt.runtime.executor import DecodeOn
-from chunkrt.runtime.policy import DEFAULT_POLICY, find_policy, policy_names
+from chunkrt.runtime.policy import DEFAULT_POLICY, Policy, find_policy, policy_names
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
@@ -56,6 +56,10 @@ KeptWeights = Literal["both", "npu-only"]
 DEFAULT_NPU_WINDOW = "512"
 
 
+_NAME_OR_OBJECT = (lambda value: isinstance(value, str) or hasattr(value, "name"), "a name, or an object with a name")
+"""Allowed values of options that name a plug-in or hold an object of its kind."""
+
+
 def npu_choices() -> tuple[str, ...]:
     """Return the names of the backends that can serve as the NPU, including plug-ins."""
     return (*NPU_CHOICES, *PLUGINS.names)
@@ -73,6 +77,14 @@ def _check_threads(number: int) -> None:
 
 MOST_DIGITS = 18
 """Longest number that an option takes, well within Python's own limit for text."""
+
+
+def _placement(name: str, value: Any) -> Any:
+    """Return a list of layers and a module tree as a placement, a path as a Path, and other values unchanged."""
+    if isinstance(value, str | os.PathLike):
+        is_list = os.fspath(value).startswith(LAYERS)
+        return layers_placement(os.fspath(value)) if is_list else path(name, value)
+    return check_placement(value, name)
 
 
 def _windows(value: object) -> tuple[int, ...]:
@@ -118,8 +130,8 @@ class LoadOptions(TypedDict, total=False):
     rounding: Rounding | None
     ops: tuple[str, ...] | str | None
     chunk_length: int | None
-    policy: str
-    batcher: str
+    policy: str | Policy
+    batcher: str | Batcher
     decode_on: DecodeOn
     cache_memory: int | str | None
     prefix_cache: str | os.PathLike[str] | None
@@ -130,7 +142,7 @@ class LoadOptions(TypedDict, total=False):
     threads: int | None
     affinity: str
     context_length: int | None
-    placement: str | os.PathLike[str] | Placement | None
+    placement: str | os.PathLike[str] | Placement | Placed | None
     npu_strict: bool
     attention: AttentionOn
     attention_math: AttentionMathChoice
@@ -276,20 +288,22 @@ class EngineOptions:
         group="Execution",
         is_planned=True,
     )
-    policy: str = declared_option(
+    policy: str | Policy = declared_option(
         "--policy",
         "Scheduling policy, which selects the next task.",
         group="Execution",
         default=DEFAULT_POLICY,
         choices=policy_names,
+        must=_NAME_OR_OBJECT,
         check=find_policy,
     )
-    batcher: str = declared_option(
+    batcher: str | Batcher = declared_option(
         "--batcher",
         "Rule for putting rows of several sequences into a chunk.",
         group="Execution",
         default=DEFAULT_BATCHER,
         choices=batcher_names,
+        must=_NAME_OR_OBJECT,
         check=find_batcher,
     )
     decode_on: DecodeOn = declared_option(
@@ -377,11 +391,11 @@ class EngineOptions:
     )
     placement: Path | Placement | None = declared_option(
         "--place",
-        "TOML file that assigns modules to devices.",
+        "TOML file that assigns modules to devices; or layers=N,N,... to put only these decoder layers on the NPU.",
         group="Devices",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
         is_planned=True,
-        reads=path,
+        reads=_placement,
     )
     npu_strict: bool = declared_option(
         "--npu-strict/--no-npu-strict",
@@ -552,6 +566,11 @@ class EngineOptions:
         given = {name: getattr(self, name) for name in DECLARED}
         texts = [f"{name}={value!r:.80}" for name, value in given.items() if value != DECLARED[name][1]]
         return f"EngineOptions({', '.join(texts)})"
+
+    def comparable(self) -> dict[str, Any]:
+        """Return all fields, with names in place of objects, so that ranks can compare their options."""
+        objects = {"policy": find_policy(self.policy).name, "batcher": find_batcher(self.batcher).name}
+        return vars(self) | objects
 
     def _check_npu_only(self) -> None:
         if self.weights == "npu-only":

@@ -7,19 +7,24 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.executors import origin_with
 from chunkrt.evaluation.baseline import Base
 from chunkrt.evaluation.hellaswag import HellaSwagFigures
 from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
 from chunkrt.evaluation.scored_items import Accuracy
 from chunkrt.evaluation.text import TextFigures
+from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.record import Origin
 
 Figures = TypeVar("Figures")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
-    """The evaluated model and its configuration. `npu` and `cpu` are the backends of the two roles."""
+    """The evaluated model and its configuration. `npu` and `cpu` are the backends of the two roles; `origin` is
+    "emulated" if the NPU is emulated.
+    """
 
     model: str
     scheme: str
@@ -28,6 +33,7 @@ class EvaluationRun:
     chunk: int
     policy: str
     threads: int
+    origin: Origin
 
     @staticmethod
     def of(engine: Engine, model: str) -> EvaluationRun:
@@ -38,8 +44,9 @@ class EvaluationRun:
             npu=engine.loaded.npu_backend.name,
             cpu=engine.loaded.cpu_backend.name,
             chunk=engine.chunk_length,
-            policy=engine.options.policy,
+            policy=find_policy(engine.options.policy).name,
             threads=engine.options.num_threads,
+            origin=origin_with(engine.loaded.npu_backend),
         )
 
 

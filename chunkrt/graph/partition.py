@@ -51,6 +51,7 @@ from chunkrt.graph.plan import (
     Device,
     Dtype,
     Node,
+    Place,
     Plan,
     Rotary,
     Subgraph,
@@ -132,6 +133,7 @@ def plan_decoder(
         ConfigError: a pattern of the placement matches no module.
         ModelError: the decoder cannot be traced, or declares a parameter that it does not use.
     """
+    defaults = {module.path: module.device for module in decoder.modules()}
     place(decoder, placement)
     title = describe_family(source.architecture)
     graph = trace(decoder, title=title)
@@ -144,7 +146,7 @@ def plan_decoder(
         )
     if is_shadowed is not None:
         cut_shadowed(graph, is_shadowed)
-    plan = partition(graph, family=source.architecture)
+    plan = partition(graph, family=source.architecture, defaults=defaults)
     check_new_plan(plan)
     return Planned(source=source, decoder=decoder, plan=plan)
 
@@ -190,12 +192,14 @@ def unused_parameters(decoder: Module, traced: ir.Model) -> list[Parameter]:
     return [parameter for parameter in unread if id(parameter) not in tables]
 
 
-def partition(model: ir.Model, *, family: str) -> Plan:
+def partition(model: ir.Model, *, family: str, defaults: Mapping[str, Place | None] | None = None) -> Plan:
     """Cut a traced decoder into subgraphs.
 
     Args:
         model: a model that `trace` returned.
         family: Hugging Face's model_type.
+        defaults: devices of the modules by path before they were placed, which determine the names of subgraphs; by
+            default nothing was placed.
 
     Requires: nodes in execution order, as after tracing. Ensures: every node is in exactly one subgraph, and running
     the subgraphs in order computes the graph.
@@ -205,7 +209,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
     state = {v.name or "" for v in graph.inputs if STATE_KEY in v.metadata_props}
     updates = {v.name or "" for v in graph.outputs[1:]}
     groups = [list(group) for _, group in groupby(nodes, key=_home)]
-    names = _names(groups)
+    names = _names(groups, defaults or {})
     reads = Counter(v.name for node in nodes for v in node.inputs if v is not None)
     reads[graph.outputs[0].name] += 1
     subgraphs = tuple(
@@ -254,27 +258,65 @@ def _is_static(nodes: Sequence[ir.Node]) -> bool:
     return not any(is_dynamic(node.domain, node.op_type) for node in nodes)
 
 
-def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
+def _names(groups: Sequence[Sequence[ir.Node]], defaults: Mapping[str, Place | None]) -> list[str]:
     """Return readable names of the subgraphs: embedding, static.0, dynamic.0, static.1, ..., shadow.0, link.0, ...,
     head.
+
+    The numbers count the parts of the default partition, so they do not depend on the placement. A subgraph has the
+    number of its first node of its kind. If a placement cuts a part, a piece that begins later in the part has the name
+    of its first module, too: static.1, static.1.down_proj, static.1.input_layernorm.
     """
+    nodes = [node for group in groups for node in group]
     counts: dict[str, int] = {}
-    names = []
+    parts: dict[int, tuple[str, int, bool]] = {}
+    """Kind and number of the part of each node, and whether the node is its first one."""
+    for index, part in enumerate(
+        list(each) for _, each in groupby(nodes, key=lambda node: _default_home(node, defaults))
+    ):
+        kind = _kind(index, part)
+        parts |= {id(node): (kind, counts.get(kind, 0), node is part[0]) for node in part}
+        counts[kind] = counts.get(kind, 0) + 1
+    names: dict[str, None] = {}
     for index, group in enumerate(groups):
-        if index == 0 and {node.op_type for node in group if is_dynamic(node.domain, node.op_type)} <= set(GATHER_OPS):
-            kind = "embedding"
-        elif group[0].op_type == SHADOW_OP:
-            kind = "shadow"
-        elif group[0].op_type in LINK_OPS:
-            kind = "link"
-        elif _rows(group[0]) == "R":
-            kind = "head"
-        else:
-            kind = "static" if _is_static(group) else "dynamic"
-        number = counts.get(kind, 0)
-        counts[kind] = number + 1
-        names.append(f"{kind}.{number}" if kind not in ("embedding", "head") or number else kind)
-    return names
+        kind = _kind(index, group)
+        first = next((node for node in group if parts[id(node)][0] == kind), group[0])
+        _, number, is_first = parts[id(first)]
+        name = f"{kind}.{number}" if kind not in ("embedding", "head") or number else kind
+        if not is_first and kind in ("static", "dynamic"):
+            name += f".{_piece(first)}"
+        further = (f"{name}.{count}" for count in range(2, len(groups) + 2))
+        names[name if name not in names else next(other for other in further if other not in names)] = None
+    return list(names)
+
+
+def _default_home(node: ir.Node, defaults: Mapping[str, Place | None]) -> tuple[str, ...]:
+    """Return the key of `_home` that a node has in the default partition."""
+    device, *others = _home(node)
+    parts = (node.name or "").split(".")
+    paths = [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)]
+    if device == "link" or not any(path in defaults for path in paths):
+        return device, *others
+    placed = next((found for path in paths if (found := defaults.get(path)) is not None), None)
+    return placed or ("cpu" if is_dynamic(node.domain, node.op_type) else "npu"), *others
+
+
+def _piece(node: ir.Node) -> str:
+    """Return the name of the module that contains a node; for a node of a layer itself its own name."""
+    *_, module, own = ("", *(node.name or "").split("."))
+    return own if module.isdigit() or not module else module
+
+
+def _kind(index: int, group: Sequence[ir.Node]) -> str:
+    """Return the kind of subgraph that a group of nodes makes, by the group's index."""
+    if index == 0 and {node.op_type for node in group if is_dynamic(node.domain, node.op_type)} <= set(GATHER_OPS):
+        return "embedding"
+    if group[0].op_type == SHADOW_OP:
+        return "shadow"
+    if group[0].op_type in LINK_OPS:
+        return "link"
+    if _rows(group[0]) == "R":
+        return "head"
+    return "static" if _is_static(group) else "dynamic"
 
 
 def _subgraph(

@@ -5,6 +5,8 @@ all modules below them; later lines take precedence:
 
     "model.layers.*.mlp.down_proj" = "cpu"
     "lm_head" = "npu"
+
+The text "layers=0,15" is a placement of these decoder layers on the NPU and all others on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_toml
@@ -21,7 +23,20 @@ from chunkrt.graph.plan import Place
 Placement = Mapping[str, Place]
 """Devices by pattern of module paths; the pattern "" matches the complete decoder."""
 
+
+class Placed(Protocol):
+    """An object with a placement, such as a tree of `chunkrt.graph.load_module`."""
+
+    @property
+    def placement(self) -> Placement:
+        """Devices by pattern of module paths."""
+        ...
+
+
 ALL_ON_CPU: Placement = {"": "cpu"}
+
+LAYERS = "layers="
+"""Prefix of a text that lists the decoder layers for the NPU."""
 
 
 def read_placement(path: Path) -> Placement:
@@ -37,16 +52,26 @@ def read_placement(path: Path) -> Placement:
     return check_placement(placement, str(path))
 
 
+def layers_placement(text: str) -> Placement:
+    """Return the placement of a text that begins with LAYERS. Raise ConfigError unless numbers follow."""
+    numbers = text.removeprefix(LAYERS).split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        raise ConfigError(f"the placement is {text!r}, expected numbers of layers, as in layers=0,15")
+    return {"model.layers.*": "cpu", **{f"model.layers.{int(number)}": "npu" for number in numbers}}
+
+
 def check_placement(placement: Any, where: str) -> Placement:
     """Validate an untrusted placement and return it.
 
     Args:
-        placement: the object from the file or the argument.
+        placement: the object from the file or the argument; or a module tree, whose placement is returned.
         where: the file or the argument, for messages.
 
     Raises:
         ConfigError: the placement is not a mapping of patterns to devices.
     """
+    if not isinstance(placement, Mapping):
+        placement = getattr(placement, "placement", placement)  # a module tree
     if not isinstance(placement, Mapping):
         raise ConfigError(f"{where} holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
     for pattern, device in placement.items():

@@ -153,14 +153,14 @@ def batcher_names() -> tuple[str, ...]:
     return (*BATCHERS, *PLUGINS.names)
 
 
-def find_batcher(name: str) -> Batcher:
-    """Find a built-in or plug-in batcher by name.
+def find_batcher(batcher: str | Batcher) -> Batcher:
+    """Find a built-in or plug-in batcher by name; return a batcher unchanged.
 
     Raises:
         ConfigError: no batcher has that name (the message suggests the nearest name and lists all), or the plug-in is
-            broken.
+            broken; or the object is no batcher.
     """
-    return PLUGINS.choose(name, BATCHERS, "batcher")
+    return PLUGINS.choose(batcher, BATCHERS, "batcher")
 
 
 def may_enter(num_in_flight: int, requests: Sequence[Sharer]) -> bool:

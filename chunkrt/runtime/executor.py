@@ -32,7 +32,7 @@ from chunkrt.runtime.buffers import BoundSubgraph, BufferLayout, ChunkBuffers
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.costs import Costs
 from chunkrt.runtime.policy import Policy
-from chunkrt.runtime.record import Pipeline, stages_of
+from chunkrt.runtime.record import Origin, Pipeline, stages_of
 from chunkrt.runtime.request import Chunk, Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
@@ -60,6 +60,7 @@ class Executor:
         chunks_in_flight: number of chunk slots, at least 1; by default the number that `chunk_slots` returns.
         cpus: CPUs that tasks run on, in any thread; by default those that the thread may use.
         reach: the last position at which a chunk may begin, if the subgraphs support only a limited history.
+        origin: "emulated" if one of the processors is emulated.
 
     Raises:
         ConfigError: an argument is out of range or does not fit the others.
@@ -77,6 +78,7 @@ class Executor:
         chunks_in_flight: int | None = None,
         cpus: Collection[int] | None = None,
         reach: int | None = None,
+        origin: Origin = "measured",
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
             raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context length")
@@ -122,6 +124,7 @@ class Executor:
             chunk_length=chunk_length,
             num_slots=num_slots,
             slot_bytes=layout.num_bytes,
+            origin=origin,
         )
         """Description shared by the records of chunks that a stream computed."""
         alone = tuple(replace(processor, workers=1) for processor in self.processors)

@@ -220,14 +220,14 @@ def policy_names() -> tuple[str, ...]:
     return (*POLICIES, *PLUGINS.names)
 
 
-def find_policy(name: str) -> Policy:
-    """Find a built-in or plug-in policy by name.
+def find_policy(policy: str | Policy) -> Policy:
+    """Find a built-in or plug-in policy by name; return a policy unchanged.
 
     Raises:
         ConfigError: no policy has that name (the message suggests the nearest name and lists all), or the plug-in is
-            broken.
+            broken; or the object is no policy.
     """
-    return PLUGINS.choose(name, POLICIES, "policy")
+    return PLUGINS.choose(policy, POLICIES, "policy")
 
 
 def earliest(ready: Sequence[Task]) -> Task:

@@ -21,6 +21,13 @@ other subgraphs are linears.
 
 WORKS: tuple[Work, ...] = get_args(Work)
 
+Origin = Literal["measured", "emulated", "predicted", "unknown"]
+"""Source of the times of a record: a run on this machine's processors, a run in which an emulated NPU took part, or a
+simulation. The origin is unknown if an older version of chunkrt wrote the record.
+"""
+
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
+
 
 class Stage(NamedTuple):
     """Description of a subgraph in a record. `waits_for` lists the indices of the stages that end before it starts."""
@@ -44,6 +51,7 @@ class Pipeline:
         num_slots: number of chunk slots, which is the maximum number of chunks in flight.
         slot_bytes: bytes of one slot.
         policy: name of the policy.
+        origin: source of the times.
     """
 
     stages: tuple[Stage, ...]
@@ -52,6 +60,7 @@ class Pipeline:
     chunk_length: int
     num_slots: int
     slot_bytes: int
+    origin: Origin = "unknown"
 
     def __repr__(self) -> str:
         """Return the number of stages, with the processors, the policy and the slots."""
@@ -149,6 +158,20 @@ class RunRecord:
     def num_chunks(self) -> int:
         """Number of chunks of the run."""
         return len(self.chunks) or -(-self.num_tokens // self.pipeline.chunk_length)
+
+
+def origin_of(records: Sequence[RunRecord]) -> Origin:
+    """Return the common origin of some records. A measured run next to an emulated one counts as emulated.
+
+    Raises:
+        ValueError: there are no records.
+    """
+    found = {record.pipeline.origin for record in records}
+    if found == {"measured", "emulated"}:
+        return "emulated"
+    if not found:
+        raise ValueError("no records, so no origin")
+    return found.pop() if len(found) == 1 else "unknown"
 
 
 def stages_of(plan: Plan) -> tuple[Stage, ...]:

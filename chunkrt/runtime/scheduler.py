@@ -174,11 +174,12 @@ class Scheduler:
         self._check_open()
         self._begin(request)
         request.state.begin(request.token_ids.size)
-        request.queue(on_end)
         try:
+            request.queue(on_end)
             self._send(request)
         except BaseException:
-            self.drop(request)  # the interrupt may have occurred after the request was sent
+            if request.is_queued:  # users of the state wait for it, and it may have been sent
+                self.drop(request)
             raise
 
     def drop(self, request: Request) -> None:

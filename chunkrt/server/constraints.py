@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from chunkrt.engine.generation import Constraint
 from chunkrt.errors import ConstraintError
 from chunkrt.server.errors import RequestError
-from chunkrt.server.formats import format_schema, without_unknown_formats
 from chunkrt.server.requests import ResponseFormat
 from chunkrt.server.satisfiable import allows_nothing
 from chunkrt.server.service import Service
@@ -22,6 +21,10 @@ from chunkrt.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are not schemas."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values map arbitrary names to schemas; a name may equal a keyword."""
 JSON_OBJECT = {"type": "object"}
 MOST_PROBED = 256
 """First bytes of every answer; the constraint is tested with them before the first answer is generated."""
@@ -116,3 +119,37 @@ class _Matching:
     def _check(self) -> None:
         if problem := self._matcher.get_error():
             raise ConstraintError(f"response_format: {_in_one_line(problem)}")
+
+
+def without_unknown_formats(schema: Any, is_known: Callable[[str], bool]) -> Any:
+    """Return a schema without the formats of strings that llguidance does not support.
+
+    `format` is an annotation unless a schema's dialect says otherwise, so an unknown format must not fail a schema.
+    Source: JSON Schema 2020-12, Validation, section 7. Schema generators write many such formats: Pydantic writes
+    "path" and "password", and OpenAPI uses "byte".
+
+    Args:
+        schema: decoded JSON; not modified.
+        is_known: called for each format.
+
+    Raises:
+        RecursionError: the schema is nested too deeply.
+    """
+    if isinstance(schema, list):
+        return [without_unknown_formats(each, is_known) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _DATA:
+            found[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: without_unknown_formats(each, is_known) for name, each in value.items()}
+        elif key != "format" or not isinstance(value, str) or is_known(value):
+            found[key] = without_unknown_formats(value, is_known)
+    return found
+
+
+def format_schema(name: str) -> str:
+    """Return a schema, as JSON text, that allows strings of one format."""
+    return json.dumps({"type": "string", "format": name})

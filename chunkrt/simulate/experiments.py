@@ -29,12 +29,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from importlib import import_module
+from inspect import getsource
 from itertools import product
 from multiprocessing import active_children, get_context
 from operator import index
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
@@ -45,21 +46,21 @@ from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import Progress, locked, remove
-from chunkrt.graph.placement import Placement, check_placement
+from chunkrt.graph.placement import Placed, Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.html_tables import html_table
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.progress import find_progress
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.affinity import available_cores
-from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask
 from chunkrt.simulate.models import is_weightless, plan_weightless
 
 T = TypeVar("T")
 
-ROWS_FORMAT = 1
+ROWS_FORMAT = 2
 """Version of the file of rows, raised when rows have other fields or simulations other results."""
 
 POINTS_OF_A_WORKER = 100
@@ -71,10 +72,13 @@ class GridRow:
     """One point of the grid and its results, as in `chunkrt.simulate.Simulation`.
 
     Attributes:
+        device: name of the device as in the call; for a profile its own name.
+        scheme: name of the scheme as in the call.
         placement_name: name of the placement, if `experiment` was called with names; otherwise its text.
         attention: processor of attention, as in the call.
         chunks_in_flight: the simulated number, which is at most the number of chunks of the prompt.
         energy_joules: None if the profile has no power figures.
+        origin: source of the figures, which distinguishes these rows from those of `chunkrt bench`.
     """
 
     model: str
@@ -95,6 +99,7 @@ class GridRow:
     overlap: float
     peak_memory_bytes: int
     energy_joules: float | None
+    origin: Literal["predicted"] = "predicted"
 
 
 class Rows(list[GridRow]):
@@ -203,6 +208,7 @@ class Rows(list[GridRow]):
             raise ConfigError(f"no row has the figures {x!r} and {y!r}")
         panel = Panel(x.replace("_", " "), y.replace("_", " "), lines, values)
         models, devices = ({getattr(row, name) for row in self} for name in ("model", "device"))
+        models = {Path(model).name if Path(model).exists() else model for model in models}
         draw_panels([panel], Path(path), f"{', '.join(sorted(models))} on {', '.join(sorted(devices))}, simulated")
 
     def __repr__(self) -> str:
@@ -264,6 +270,8 @@ class _Grid:
     placements: list[Placement]
     plans: list[Plan]
     devices: list[DeviceProfile | MeasuredProfile]
+    device_names: list[str]
+    policies: Mapping[str, str | Policy]
     schemes: Mapping[str, Scheme]
     near: Mapping[tuple[int, str, int], Mapping[int, Plan]]
 
@@ -276,15 +284,46 @@ class _Grid:
 
     def named(self, point: _Point, row: GridRow) -> GridRow:
         """Return the row of an equal point of another grid, with the names of this grid."""
-        placement = point[1]
-        return replace(
-            row, model=self.model, placement_name=self.names[placement], placement=self.placements[placement]
-        )
+        return replace(row, **self.labels(point))
+
+    def labels(self, point: _Point) -> dict[str, Any]:
+        """Return the fields of a row that the caller has named."""
+        device, placement, scheme, attention, *_ = point
+        return {
+            "model": self.model,
+            "device": self.device_names[device],
+            "placement_name": self.names[placement],
+            "placement": self.placements[placement],
+            "scheme": scheme,
+            "attention": attention,
+        }
 
     def key(self, point: _Point) -> str:
         """Return a text that is equal for equal points of different grids."""
         plans, devices = self.digests
-        return _digest(json.dumps([devices[point[0]], plans[point[1]], *point[2:]]))
+        *others, policy, flight = point[2:]
+        return _digest(json.dumps([devices[point[0]], plans[point[1]], *others, self.code_of[str(policy)], flight]))
+
+    @cached_property
+    def code_of(self) -> dict[str, str]:
+        """Name of each policy; for an object also a digest of its class and its attributes.
+
+        Raises:
+            ConfigError: the source text of an object's class is not available.
+        """
+        return {
+            name: name if isinstance(policy, str) else _code_of(name, policy) for name, policy in self.policies.items()
+        }
+
+
+def _code_of(name: str, policy: Policy) -> str:
+    try:
+        return f"{name} {_digest(getsource(type(policy)) + repr(sorted(vars(policy).items())))}"
+    except (OSError, TypeError) as error:
+        raise ConfigError(
+            f"the source of the policy {name!r} is not available, so its rows cannot be distinguished from those of "
+            "another one; omit output, or define the policy in a file"
+        ) from error
 
 
 def _digest(text: str) -> str:
@@ -381,10 +420,10 @@ def experiment(
     *,
     devices: Iterable[str | os.PathLike[str] | DeviceProfile | MeasuredProfile],
     chunk_lengths: Iterable[int],
-    policies: Iterable[str],
+    policies: Iterable[str | Policy],
     schemes: Iterable[str],
     prompt_lengths: Iterable[int],
-    placements: Iterable[Placement] | Mapping[str, Placement] = ({},),
+    placements: Iterable[Placement | Placed] | Mapping[str, Placement | Placed] = ({},),
     attentions: Iterable[str] = ("cpu",),
     shadow: str | None = None,
     chunks_in_flight: Iterable[int | None] = (None,),
@@ -400,11 +439,11 @@ def experiment(
             file, a Hugging Face folder, or an engine directory.
         devices: profiles, or names and files of profiles.
         chunk_lengths: numbers of tokens, 1 to the model's context.
-        policies: names of policies.
+        policies: policies, or their names. Worker processes need policies that can be pickled.
         schemes: names of schemes.
         prompt_lengths: numbers of tokens, 1 to the model's context.
-        placements: devices by patterns of module paths, as a list or by names; by default every module is on its
-            default device.
+        placements: devices by patterns of module paths, or trees of `chunkrt.graph.load_module`; as a list or by
+            names. By default every module is on its default device.
         attentions: processor of attention over caches: "cpu"; "npu", for chunks with at most the default window's
             tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048".
         shadow: patterns of 8-bit linears with shadows, separated by commas, or "all", as in `chunkrt.load`; the schemes
@@ -427,7 +466,8 @@ def experiment(
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
     report = find_progress(progress)
-    found_devices = list(map(_device, _axis("devices", devices)))
+    named_devices = [(_device_name(device), _device(device)) for device in _axis("devices", devices)]
+    device_names, found_devices = [name for name, _ in named_devices], [device for _, device in named_devices]
     by_name = placements if isinstance(placements, Mapping) else None
     if by_name is not None and any(isinstance(value, str) for value in by_name.values()):
         raise ConfigError(f"placements is {dict(by_name)}, expected a list of placements; put it in brackets")
@@ -438,9 +478,11 @@ def experiment(
     modes = _axis("attentions", attentions)
     for mode in modes:
         attention_options(mode)
-    policy_names = _names("policies", policies)
-    for name in policy_names:
-        find_policy(name)
+    found_policies: dict[str, str | Policy] = {}
+    for policy in _axis("policies", policies):
+        name = find_policy(policy).name
+        if found_policies.setdefault(name, policy) != policy:
+            raise ConfigError(f"policies: two of them are named {name!r}; rename one")
     prompts, chunks = _axis("prompt_lengths", prompt_lengths), _axis("chunk_lengths", chunk_lengths)
     flights = _axis("chunks_in_flight", chunks_in_flight)
     flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
@@ -457,6 +499,8 @@ def experiment(
         placements=found_placements,
         plans=plans,
         devices=found_devices,
+        device_names=device_names,
+        policies=found_policies,
         schemes=found_schemes,
         near={
             (index, mode, length): near_plans_of(plan, found_placements[index], mode, length)
@@ -465,7 +509,7 @@ def experiment(
         },
     )
     places = range(len(found_devices)), range(len(plans))
-    of_grid = list(map(_simulated, product(*places, found_schemes, modes, prompts, chunks, policy_names, flights)))
+    of_grid = list(map(_simulated, product(*places, found_schemes, modes, prompts, chunks, found_policies, flights)))
     points = list(dict.fromkeys(of_grid))
     found: dict[_Point, GridRow] = {}
     with ExitStack() as stack:
@@ -578,18 +622,13 @@ def _row(grid: _Grid, point: _Point) -> GridRow:
         grid.devices[device],
         prompt_length=prompt_length,
         chunk_length=chunk_length,
-        policy=policy,
+        policy=grid.policies[policy],
         scheme=grid.schemes[scheme],
         near=grid.near.get((placement, attention, chunk_length), {}),
         chunks_in_flight=chunks_in_flight,
     )
-    own = {
-        "model": grid.model,
-        "placement_name": grid.names[placement],
-        "placement": grid.placements[placement],
-        "attention": attention,
-    }
-    return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})  # type: ignore[arg-type]
+    own = grid.labels(point) | {"origin": "predicted"}
+    return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})
 
 
 def near_plans_of(plan: Plan, placement: Placement, attention: str, chunk_length: int) -> Mapping[int, Plan]:
@@ -681,6 +720,11 @@ def _device(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfile) ->
     if not isinstance(device, str | os.PathLike):
         raise ConfigError(f"devices: {device!r}, expected a profile, or a name or file in quotes")
     return find_device(device)
+
+
+def _device_name(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfile) -> str:
+    """Return the name that the caller gave; for a profile its own name."""
+    return os.fspath(device) if isinstance(device, str | os.PathLike) else getattr(device, "name", "")
 
 
 def _whole(name: str, value: Any, most: int | None = None) -> int:

@@ -14,11 +14,12 @@ import numpy as np
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan
+from chunkrt.html_tables import html_table
 from chunkrt.quant.scheme import Scheme
-from chunkrt.runtime.batcher import DEFAULT_BATCHER, find_batcher
+from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.executor import DecodeOn, parting_step
-from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.runtime.record import ChunkRecord, RunRecord
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
@@ -96,6 +97,21 @@ class Serving:
             f"first token {first.p50:.1f} ms (p50), {first.p95:.1f} ms (p95))"
         )
 
+    def _repr_html_(self) -> str:
+        """Return a table of the times of requests, with the rates as its caption."""
+        spreads = (
+            ("time to first token, ms", self.time_to_first_token_ms),
+            ("queued, ms", self.queue_ms),
+            ("gap between tokens, ms", self.gap_ms),
+        )
+        rows = [(name, *(f"{value:.1f}" for value in spread)) for name, spread in spreads if spread is not None]
+        caption = (
+            f"predicted: {self.requests} requests on {self.device}, {self.scheme}, batcher {self.batcher}, chunks of "
+            f"{self.chunk_length}: {self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} new "
+            "tokens/s"
+        )
+        return html_table(caption, ("", "mean", "median", "95th percentile"), rows)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all statistics except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
@@ -110,9 +126,9 @@ def simulate_serving(
     *,
     sessions: int,
     chunk_length: int,
-    policy: str,
+    policy: str | Policy,
     scheme: str | Scheme,
-    batcher: str = DEFAULT_BATCHER,
+    batcher: str | Batcher = DEFAULT_BATCHER,
     decode_on: DecodeOn = "auto",
     chunks_in_flight: int | None = None,
     threads: int | None = None,
@@ -125,9 +141,9 @@ def simulate_serving(
         load: the requests.
         sessions: number of requests that are admitted at once, at least 1; further requests wait.
         chunk_length: number of tokens of a chunk, 1 to the plan's context.
-        policy: name of the order of tasks.
+        policy: the order of tasks, or its name.
         scheme: quantisation of linears, by name or fixed by a checkpoint.
-        batcher: name of the rule that picks the rows of a chunk.
+        batcher: the rule that picks the rows of a chunk, or its name.
         decode_on: processor of single tokens if an NPU exists: the CPU alone, the NPU with the CPU, or the one that is
             expected to be faster for all waiting sequences.
         chunks_in_flight: maximum number if an NPU exists, at least 1; by default the executor's. Without an NPU, and
@@ -182,17 +198,16 @@ def serve(
     costs: ServingCosts,
     load: Load,
     *,
-    batcher: str,
-    policy: str,
+    batcher: str | Batcher,
+    policy: str | Policy,
     chunk_length: int,
     sessions: int,
     chunks_in_flight: int,
     step: int = 1,
 ) -> Serving:
     """Serve requests with given costs; see `simulate_serving`."""
-    schedule = Schedule(
-        costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=find_policy(policy)
-    )
+    order, rule = find_policy(policy), find_batcher(batcher)
+    schedule = Schedule(costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=order)
     ways: list[str] = []
     """The way of every chunk through the decoder."""
 
@@ -215,7 +230,7 @@ def serve(
     server = Server(
         schedule,
         load.requests,
-        find_batcher(batcher),
+        rule,
         chunk_length=chunk_length,
         most_sessions=sessions,
         most_in_flight=chunks_in_flight,
@@ -236,8 +251,8 @@ def serve(
     return Serving(
         device="",
         scheme="",
-        policy=policy,
-        batcher=batcher,
+        policy=order.name,
+        batcher=rule.name,
         decode_on="auto",
         sessions=sessions,
         chunk_length=chunk_length,
@@ -260,7 +275,7 @@ def serve(
         padding=1 - sum(padded) / (len(padded) * chunk_length) if padded else None,
         busy={p.name: _busy_ns(p, events) / (1e9 * seconds * p.workers) for p in costs.processors},
         records=lambda: serving_records(
-            costs, server, events, ways, policy=policy, chunk_length=chunk_length, chunks_in_flight=chunks_in_flight
+            costs, server, events, ways, policy=order.name, chunk_length=chunk_length, chunks_in_flight=chunks_in_flight
         ),
     )
 

@@ -42,6 +42,7 @@ def serving_records(
             chunk_length=chunk_length,
             num_slots=chunks_in_flight,
             slot_bytes=BufferLayout(way.plan, chunk_length).num_bytes,
+            origin="predicted",
         )
 
     pipelines = {name: pipeline(way) for name, way in costs.ways.items()}

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.simulate.tables import build, read_table
+
+if TYPE_CHECKING:
+    from chunkrt.graph.modules import Module
 
 _FOLDER = Path(__file__).parent / "shapes"
 
@@ -57,10 +61,21 @@ class Shape:
         Raises:
             ConfigError: the placement names no module, or a linear cannot be shared evenly among the ranks.
         """
-        from chunkrt.graph.decoders.config import DecoderConfig
-        from chunkrt.graph.decoders.llama import llama
         from chunkrt.graph.ops import trace
         from chunkrt.graph.partition import cut_shadowed, partition, place
+
+        decoder = self.decoder(ranks)
+        defaults = {module.path: module.device for module in decoder.modules()}
+        place(decoder, placement or {})
+        graph = trace(decoder)
+        if is_shadowed is not None:
+            cut_shadowed(graph, is_shadowed)
+        return partition(graph, family="llama", defaults=defaults)
+
+    def decoder(self, ranks: Ranks = ALONE) -> Module:
+        """Return the module tree of this decoder. Raises ConfigError if a linear cannot be shared among the ranks."""
+        from chunkrt.graph.decoders.config import DecoderConfig
+        from chunkrt.graph.decoders.llama import llama
 
         config = DecoderConfig(
             hidden_size=self.hidden_size,
@@ -76,12 +91,7 @@ class Shape:
             raw={"attention_bias": self.attention_bias},
             ranks=ranks,
         )
-        decoder = llama(config).named()
-        place(decoder, placement or {})
-        graph = trace(decoder)
-        if is_shadowed is not None:
-            cut_shadowed(graph, is_shadowed)
-        return partition(graph, family="llama")
+        return llama(config).named()
 
 
 def shapes() -> Mapping[str, Path]:

@@ -15,15 +15,16 @@ from chunkrt.backends.base import Passage
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import MOST_RANKS, Plan
+from chunkrt.html_tables import html_table
 from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
-from chunkrt.runtime.policy import find_policy
+from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent, with_link
-from chunkrt.runtime.trace.idle import Cause, where_time_went
+from chunkrt.runtime.trace.idle import CAUSES, Cause, where_time_went
 from chunkrt.runtime.trace.utilisation import Utilisation, link_time, utilisation
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
@@ -135,6 +136,21 @@ class Simulation:
             f"{self.peak_memory_bytes / 2**20:.0f} MiB)"
         )
 
+    def _repr_html_(self) -> str:
+        """Return a table with a column for each processor, and rows for its busy time and each cause of idleness."""
+        causes = [cause for cause in CAUSES if any(cause in shares.idle for shares in self.processors.values())]
+        rows = [("busy", *(f"{shares.busy:.1%}" for shares in self.processors.values()))]
+        for cause in causes:
+            idle = (shares.idle.get(cause, 0.0) for shares in self.processors.values())
+            rows.append((f"idle: {CAUSES[cause]}", *(f"{share:.1%}" for share in idle)))
+        energy = "" if self.energy_joules is None else f", {self.energy_joules:.2f} J"
+        caption = (
+            f"predicted: {self.prompt_length} tokens on {self.device}, {self.scheme}, policy {self.policy}, chunks of "
+            f"{self.chunk_length}: {self.time_to_first_token_ms:.1f} ms to the first token, {self.tokens_per_s:.1f} "
+            f"tokens/s, {self.peak_memory_bytes / 1e6:.0f} MB{energy}"
+        )
+        return html_table(caption, ("", *(name.upper() for name in self.processors)), rows)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
@@ -153,7 +169,7 @@ def simulate(
     *,
     prompt_length: int,
     chunk_length: int,
-    policy: str,
+    policy: str | Policy,
     scheme: str | Scheme,
     near: Mapping[int, Plan] = MappingProxyType({}),
     chunks_in_flight: int | None = None,
@@ -171,7 +187,7 @@ def simulate(
         device: costs of the tasks.
         prompt_length: number of tokens, 1 to the plan's context.
         chunk_length: number of tokens of a chunk, 1 to the plan's context.
-        policy: name of the policy that orders tasks; it uses only the durations of tasks.
+        policy: the policy that orders tasks, or its name; it uses only the durations of tasks.
         scheme: quantisation of linears, by name or fixed by a checkpoint.
         near: plans with attention on the NPU, by the last position at which a chunk may begin. As in an engine, each
             chunk uses the plan of the shortest reach that suffices, and otherwise `plan`.
@@ -190,7 +206,7 @@ def simulate(
             raise ConfigError(f"{name} {value} is outside 1..{plan.context_length}, the model's context")
     if chunks_in_flight is not None:
         check_chunks_in_flight(chunks_in_flight)
-    found_scheme = known_scheme(scheme)
+    found_scheme, rule = known_scheme(scheme), find_policy(policy)
     _check_ranks(plan, device, found_scheme, ranks, link)
     if link is not None:
         plan = plan.on_cpu()
@@ -209,7 +225,7 @@ def simulate(
                 chunks,
                 begin_ns=runs[-1].record.end_ns if runs else 0,
                 chunk_length=chunk_length,
-                policy=policy,
+                policy=rule,
                 scheme=found_scheme,
                 chunks_in_flight=chunks_in_flight,
                 threads=threads,
@@ -232,7 +248,7 @@ def simulate(
     return Simulation(
         device=device.name,
         scheme=found_scheme.name,
-        policy=policy,
+        policy=rule.name,
         prompt_length=prompt_length,
         chunk_length=chunk_length,
         chunks_in_flight=max(min(record.pipeline.num_slots, record.num_chunks) for record in records),
@@ -291,7 +307,7 @@ def _run(
     *,
     begin_ns: int,
     chunk_length: int,
-    policy: str,
+    policy: Policy,
     scheme: Scheme,
     chunks_in_flight: int | None,
     threads: int | None,
@@ -324,10 +340,11 @@ def _run(
     pipeline = Pipeline(
         stages=stages_of(plan),
         processors=with_link(processors, plan, num_slots),
-        policy=policy,
+        policy=policy.name,
         chunk_length=chunk_length,
         num_slots=num_slots,
         slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
+        origin="predicted",
     )
     durations = [[work_of(Task(s, c)).ns for c in range(len(chunks))] for s in range(len(plan.subgraphs))]
     schedule = Schedule(
@@ -335,7 +352,7 @@ def _run(
         routes=plan.flow.routes(len(chunks), [c for c, chunk in enumerate(chunks) if chunk.num_rows]),
         chunks_in_flight=num_slots,
         processors=pipeline.processors,
-        policy=find_policy(policy),
+        policy=policy,
         durations=durations,
     )
     events = run_on_virtual_clock(schedule, schedule.duration, speeds, edges=lambda task: work_of(task).edges_ns)

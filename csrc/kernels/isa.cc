@@ -167,7 +167,7 @@ bool detect(Isa isa) {
   return isa == Isa::neon_bf16 && has_bf16();
 }
 
-#if defined(_MSC_VER)
+#if defined(_MSC_VER) && !defined(__clang__)
 constexpr bool kHasBfloatFiles = false;
 #else
 constexpr bool kHasBfloatFiles = true;

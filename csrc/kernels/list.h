@@ -32,7 +32,7 @@
 #define CHUNKRT_ON_ARM(...)
 #endif
 
-#if defined(__aarch64__) && !defined(_MSC_VER)
+#if defined(__aarch64__)  // not MSVC, which lacks the intrinsics
 #define CHUNKRT_WITH_ARM_BFLOAT(...) __VA_ARGS__
 #else
 #define CHUNKRT_WITH_ARM_BFLOAT(...)

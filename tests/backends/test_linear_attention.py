@@ -3,7 +3,10 @@
 A kind that is defined here joins both without any change to shared code.
 """
 
+import ctypes
 import json
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -386,6 +389,74 @@ def test_kind_that_native_lacks_runs_in_reference_with_one_warning(retention, ca
     np.testing.assert_allclose(
         logits["native"], logits["reference"], rtol=0, atol=0.02 * np.abs(logits["native"]).max()
     )
+
+
+RETENTION_KERNEL = r"""
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+extern "C" void retention(const float* qkv, const float* gate, const float* taps, float* before, float* state,
+                          float* output, long rows, long heads, long size) {
+  const long channels = 3 * heads * size, inner = heads * size;
+  std::vector<float> mixed(channels);
+  for (long row = 0; row < rows; ++row, qkv += channels, gate += heads, output += inner) {
+    for (long c = 0; c < channels; ++c) mixed[c] = taps[2 * c] * before[c] + taps[2 * c + 1] * qkv[c];
+    std::memcpy(before, qkv, channels * sizeof(float));
+    for (long h = 0; h < heads; ++h) {
+      const float *q = &mixed[h * size], *k = q + inner, *v = k + inner;
+      float* sum = output + h * size;
+      std::memset(sum, 0, size * sizeof(float));
+      for (long m = 0; m < size; ++m) {
+        float* kept = state + (h * size + m) * size;
+        for (long n = 0; n < size; ++n) sum[n] += q[m] * (kept[n] = std::exp(gate[h]) * kept[n] + k[m] * v[n]);
+      }
+    }
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("npu", "scheme", "tolerance"), [("onnxrt", "float", 1e-5), ("native", "w8a8-dynamic", 0.02)])
+@pytest.mark.parametrize("chunk_length", [1, 8])
+def test_external_kind_runs_in_a_cpp_kernel_of_its_package(
+    retention, chunk_length, npu, scheme, tolerance, tmp_path, monkeypatch
+):
+    """The kernel updates both states in the runtime's own buffers."""
+    folder, weights = retention
+    (tmp_path / "kernel.cc").write_text(RETENTION_KERNEL)
+    built = tmp_path / "kernel.so"
+    subprocess.run(["c++", "-O2", "-shared", "-fPIC", "-o", built, tmp_path / "kernel.cc"], check=True)
+    kernel = ctypes.CDLL(str(built)).retention
+    floats = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS")
+    kernel.argtypes, kernel.restype = [floats] * 6 + [ctypes.c_long] * 3, None
+
+    def compute(qkv, gate, beta, taps, bias, conv_state, recurrent_state, skip=None, **sizes):
+        result = np.empty((len(qkv), HEADS * DIM), np.float32)
+        kernel(qkv, gate, taps, conv_state, recurrent_state, result, len(qkv), HEADS, DIM)
+        return result
+
+    def refuses(node):
+        return None if node.attributes["attn_type"] == "retention" else "it is another kind"
+
+    registry = registered_operators().copy()
+    for user in ("loaded", "loading", "capability", "roles"):
+        monkeypatch.setattr(f"chunkrt.engine.{user}.registered_operators", lambda: registry)
+    with registry.from_distribution("acme-kinds"):
+        registry.register("linear_attention", "cpp", refuses=refuses)(compute)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 33).tolist()
+    with chunkrt.load(folder, npu=npu, scheme=scheme, chunk_length=chunk_length) as engine:
+        session = engine.session()
+        found = np.vstack(
+            [session.prefill(tokens[:20], logits="all").logits, session.prefill(tokens[20:], logits="all").logits]
+        )
+        session.rewind(7)
+        again = session.prefill(tokens[7:], logits="all").logits
+    expected = retention_logits(weights, np.array(tokens))
+    atol = tolerance * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(again, expected[7:], rtol=0, atol=atol)
 
 
 def test_unknown_kind_imports_families_of_plugins(monkeypatch):

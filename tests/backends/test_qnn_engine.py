@@ -12,7 +12,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fixture_checkpoints import checkpoint
+from calibrated import calibrated
+from fixture_checkpoints import checkpoint, input_ids
 from gates import at_once
 
 import chunkrt
@@ -522,3 +523,19 @@ def test_npu_failure_fails_running_sequences_and_no_later_ones(model, failing_np
         again = at_once(*[partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)])
     for result, logits in zip(again, expected, strict=True):
         np.testing.assert_array_equal(result.logits, logits)
+
+
+def test_listed_layers_alone_run_on_the_npu(tmp_path):
+    path, tokens = tmp_path / "tiny.npz", input_ids("llama_gqa")[:20]
+    model = calibrated("llama_gqa", path)
+    logits = {}
+    for npu, placement in (("qnn", "layers=1"), ("native", None)):
+        with chunkrt.load(
+            model, npu=npu, scheme="w8a16", calibration=path, placement=placement, context_length=32
+        ) as engine:
+            logits[npu] = engine.session().prefill(tokens).logits
+            if npu == "qnn":
+                nodes = [node.name for s in engine.plan.subgraphs if s.device == "npu" for node in s.nodes]
+    layers = {name.split(".")[2] for name in nodes if name.startswith("model.layers.")}
+    assert layers == {"1"}
+    np.testing.assert_allclose(logits["qnn"], logits["native"], rtol=0, atol=0.02 * np.abs(logits["native"]).max())

@@ -276,6 +276,24 @@ def test_late_failure_of_a_closed_context_is_not_a_new_one():
     health.close()
 
 
+def test_any_error_of_an_attempt_counts_as_its_failure(monkeypatch):
+    """A plug-in's backend may raise any type of error."""
+    monkeypatch.setattr(fallback, "RESTORE_DELAYS_S", (0.0,) * 3)
+    attempts = []
+
+    def restore():
+        attempts.append(None)
+        raise OSError("no such device")
+
+    health = fallback.NpuHealth(restore)
+    health.report(DeviceLostError("lost"), 0, in_background=True)
+    wait_until(lambda: health.state.status == "lost")
+    assert len(attempts) == 3
+    with pytest.raises(DeviceLostError, match=r"was lost \(lost\), and cannot be restored: no such device"):
+        health.require()
+    health.close()
+
+
 def test_close_ends_the_attempts(calibration, faults, monkeypatch):
     monkeypatch.setattr(fallback, "RESTORE_DELAYS_S", (0.0, 3600.0))
     with load(calibration, on_npu_failure="fallback") as engine:

@@ -18,6 +18,7 @@ SHORT = {
     "chat": ("chat_model", "-n", 1),
     "bench": (GGUF, "-p", 2, "-n", 1, "-r", 1),
     "trace": ("trace.json",),
+    "report": ("trace.json", "-o", "made.html"),
     "calibrate": (GGUF, "-o", "made.npz", "--text", "text.txt"),
     "eval": (GGUF, "--text", "text.txt"),
     "fit": (GGUF, "--soc", "8gen3"),
@@ -77,7 +78,7 @@ def test_option_value_is_accepted_or_refused_in_one_line(command, folder, monkey
     name = words[0]
     if name == "chat":
         write_chat_model(folder / "chat_model")
-    if name == "trace":
+    if name in ("trace", "report"):
         assert command("run", GGUF, "-p", "a b", "-n", 1, "--trace", "trace.json").status == 0
     if name in WORK:
 

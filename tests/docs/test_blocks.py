@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "smollm2-135m-instruct"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("examples/**/*.md")]
 FENCE = re.compile(r"(?:^<!-- (?P<note>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-LANGUAGES = {"python", "sh", "text", "json", "toml", "yaml", "mermaid"}
+LANGUAGES = {"python", "sh", "cpp", "text", "json", "toml", "yaml", "mermaid"}
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from fixture_checkpoints import checkpoint
 from pulled_models import MODELS
 
 SCRIPTS = Path(__file__).parents[2] / "examples"
 MODEL = MODELS["smollm2-135m-instruct"]
 
-pytestmark = pytest.mark.skipif(MODEL is None, reason="the model is not pulled")
 
-
+@pytest.mark.skipif(MODEL is None, reason="the model is not pulled")
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -39,5 +39,29 @@ def test_example_runs_and_prints_its_result(script, expected, tmp_path):
 
 def test_examples_have_at_most_40_lines():
     scripts = sorted(SCRIPTS.glob("*.py"))
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     assert all(len(script.read_text(encoding="utf-8").splitlines()) <= 40 for script in scripts)
+
+
+def test_day_of_a_researcher_ends_with_a_picture_and_a_report(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+    script = SCRIPTS / "partition_report.py"
+    assert [line for line in script.read_text(encoding="utf-8").splitlines() if "import" in line] == [
+        "import sys",
+        "import chunkrt",
+    ]
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 40
+    ran = subprocess.run(
+        [sys.executable, "-P", script, str(checkpoint("llama_biased_gguf"))],
+        cwd=tmp_path,
+        env=os.environ | {"MPLBACKEND": "agg"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("gate and up on the NPU") == 4
+    page = (tmp_path / "partitions.html").read_text(encoding="utf-8")
+    assert all(f'<li><abbr class="o {origin}"' in page for origin in ("measured", "emulated", "predicted"))
+    assert (tmp_path / "partitions.png").read_bytes().startswith(b"\x89PNG")

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 
 import numpy as np
+import psutil
 import pytest
 from damaged_files import flip_a_bit
 from fixture_checkpoints import checkpoint, input_ids
@@ -98,6 +99,8 @@ def test_engine_directory_holds_exactly_these_files(deployed):
     names = sorted(path.name.rpartition("-")[0] for path in contexts)
     assert names == sorted(f"{soc}-w8a16-r32-{static}" for soc in ("SM8650", "SM8750") for static in STATIC)
     assert all({path.name for path in context.iterdir()} == CONTEXT for context in contexts)
+    peak = written.pop("peak_memory_bytes")
+    assert peak >= psutil.Process().memory_info().rss / 2  # the rest of this process may have grown since then
     assert written == {
         "model": str(CHECKPOINT),
         "scheme": "w8a16",
@@ -487,13 +490,21 @@ def test_compile_to_a_full_disk_reports_one_line_and_leaves_no_files(tmp_path, m
     assert not any(tmp_path.iterdir())
 
 
+def test_peak_memory_includes_memory_that_was_released(tmp_path):
+    program = "import runpy; block = b'x' * 1_500_000_000; del block; runpy.run_module('chunkrt', run_name='__main__')"
+    arguments = ["compile", CHECKPOINT, "--soc", "SM8650", "--chunk", "8", "-o", tmp_path / "made", "--json"]
+    finished = subprocess.run([sys.executable, "-P", "-c", program, *map(str, arguments)], stdout=subprocess.PIPE)
+    assert 1_500_000_000 < json.loads(finished.stdout)["peak_memory_bytes"] < 1_700_000_000
+
+
 def test_command_reports_its_output(command, tmp_path):
     arguments = ("compile", CHECKPOINT, "--soc", "8 Gen 3, sm8750", "--chunk", "8,32,8")
     finished = command(*arguments, "-o", tmp_path / "text")
     size = sum(path.stat().st_size for path in (tmp_path / "text").rglob("*") if path.is_file())
     assert (finished.status, finished.err) == (0, "")
-    assert finished.out.splitlines() == [
-        f"{tmp_path / 'text'}: {size / 1e6:.0f} MB, scheme w8a16",
+    first, *targets = finished.out.splitlines()
+    assert first.startswith(f"{tmp_path / 'text'}: {size / 1e6:.0f} MB, scheme w8a16; peak memory ")
+    assert targets == [
         *(f"  {soc}, chunks of {chunk}: 3 contexts" for soc, chunk in COMPILED_FOR),
     ]
     finished = command(*arguments, "-o", tmp_path / "json", "--json")

@@ -116,6 +116,27 @@ def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consisten
     assert at > step
 
 
+def test_interrupt_between_queueing_and_sending_a_request_leaves_the_session_consistent(monkeypatch):
+    name, queue = "llama_gqa", Request.queue
+    engine, tokens = load(name), input_ids("llama_gqa")
+    opened = begin(engine, tokens)
+
+    def interrupted(request, *arguments):
+        queue(request, *arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Request, "queue", interrupted)
+    with engine.loaded.scheduler.sharing(), pytest.raises(KeyboardInterrupt):
+        list(opened.generate(max_new_tokens=1))
+    checking = threading.Thread(
+        target=assert_says_what_its_tokens_say, args=(opened, name, "between queueing and sending"), daemon=True
+    )
+    checking.start()
+    checking.join(60)
+    assert not checking.is_alive()
+
+
 @pytest.mark.parametrize(
     ("first", "step"), [(1, 607), *(pytest.param(first, 8, marks=pytest.mark.slow) for first in range(1, 9))]
 )

@@ -232,6 +232,19 @@ def test_long_table_reports_omitted_linears():
     assert f"  ... and {27 - NUM_SHOWN} more; --json has all" in list(many.lines())
 
 
+def test_evaluation_as_an_npu_has_outputs_on_grids(command, text):
+    def figures(*options):
+        finished = command("eval", GGUF, "--text", text, "--window", 32, "--npu", "reference", "--json", *options)
+        assert (finished.status, finished.err) == (0, "")
+        found = json.loads(finished.out)
+        measured = found["text"]["figures"]
+        return found["run"]["scheme"], measured["perplexity"], measured["comparison"]
+
+    w8a8 = ("--scheme", "w8a8")
+    assert figures("--as-npu", *w8a8) == figures("--outputs", "grid", *w8a8) != figures(*w8a8)
+    assert figures("--as-npu") == figures("--scheme", "w8a16")
+
+
 def test_report_has_no_layers_without_per_layer(command, text):
     finished = command("eval", GGUF, "--text", text, "--npu", "reference", "--window", 32, "--base", "none", "--json")
     assert json.loads(finished.out)["layers"] is None
@@ -273,6 +286,11 @@ def test_wrong_options_are_refused_before_the_evaluation(command, text, tmp_path
     (tmp_path / "folder.png").mkdir()
     cases = [
         (["--lambada", text, "--per-layer"], "--per-layer needs a text; give --text FILE"),
+        (
+            ["--text", text, "--as-npu", "--scheme", "w8a8-dynamic"],
+            "--as-npu needs a scheme that NPUs run (w8a16, w8a8,",
+        ),
+        (["--text", text, "--as-npu", "--scheme", "w8a8", "--outputs", "float"], "--outputs is float; omit one of"),
         (["--text", text, "--plot", "a.png"], "--plot draws the errors of --per-layer; give that option, too"),
         (["--text", text, "--per-layer", "--plot", "a.jpg"], "its name must end with one of .png, .svg"),
         (

@@ -12,8 +12,9 @@ from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 def plan_of(placement=None, **changes):
     source = RandomCheckpoint({**CONFIG, **changes})
     decoder = build_decoder(source)
+    defaults = {module.path: module.device for module in decoder.modules()}
     place(decoder, placement or {})
-    return partition(trace(decoder), family="llama")
+    return partition(trace(decoder), family="llama", defaults=defaults)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
@@ -126,4 +127,38 @@ def test_module_may_set_its_own_device():
     decoder = build_decoder(RandomCheckpoint())
     assert decoder.model.layers[0].mlp.down_proj.to("cpu") is decoder.model.layers[0].mlp.down_proj
     plan = partition(trace(decoder), family="llama")
-    assert plan == plan_of({"model.layers.0.mlp.down_proj": "cpu"})
+    placed = plan_of({"model.layers.0.mlp.down_proj": "cpu"})
+    assert [(s.device, s.nodes) for s in plan.subgraphs] == [(s.device, s.nodes) for s in placed.subgraphs]
+
+
+LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("placement", "pieces"),
+    [
+        ({f"{LAYER}.mlp.down_proj": "cpu"}, ["static.2", "static.2.down_proj", "static.2.output"]),
+        ({f"{LAYER}.mlp": "cpu"}, ["static.2", "static.2.gate_up_proj", "static.2.output"]),
+        ({f"{LAYER}.self_attn": "cpu"}, ["static.2.attention_residual"]),
+        ({f"{LAYER}.self_attn.qkv_proj": "cpu"}, ["static.2"]),
+        ({"model.layers.2.input_layernorm": "cpu"}, ["static.2", "static.2.input_layernorm", "static.2.qkv_proj"]),
+    ],
+)
+def test_names_of_subgraphs_do_not_depend_on_the_placement_of_other_modules(placement, pieces):
+    default, placed = (plan_of(each, num_hidden_layers=5) for each in ({}, placement))
+    names = [subgraph.name for subgraph in placed.subgraphs]
+    assert len(set(names)) == len(names)
+    assert [name for name in names if name.startswith("static.2")] == pieces
+    others = [s for s in default.subgraphs if not s.name.startswith(("static.1", "static.2", "dynamic.1"))]
+    by_name = {subgraph.name: subgraph for subgraph in placed.subgraphs}
+    assert [by_name[subgraph.name] for subgraph in others] == others
+
+
+def test_equal_subgraphs_of_two_placements_have_one_name():
+    down, gate, attention = f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate_up_proj", f"{LAYER}.self_attn"
+    both, mixed = {gate: "cpu", down: "cpu"}, {attention: "cpu", down: "cpu"}
+    names = {}
+    for placement in ({}, {down: "cpu"}, both, mixed, {"": "cpu", gate: "npu"}):
+        for subgraph in plan_of(placement, num_hidden_layers=3).subgraphs:
+            nodes = tuple(node.name for node in subgraph.nodes)
+            assert names.setdefault(nodes, subgraph.name) == subgraph.name

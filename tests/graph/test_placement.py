@@ -6,7 +6,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import place
-from chunkrt.graph.placement import read_placement
+from chunkrt.graph.placement import layers_placement, read_placement
 from chunkrt.testing.random_decoders import RandomCheckpoint
 
 
@@ -37,6 +37,20 @@ def test_later_line_wins(decoder, tmp_path):
 def test_later_line_overrides_a_part_of_an_earlier_one(decoder):
     place(decoder, {"model.layers.0.mlp": "cpu", "model.layers.1.mlp": "cpu", "model.layers.0": "npu"})
     assert placed(decoder) == {"model.layers.0": "npu", "model.layers.1.mlp": "cpu"}
+
+
+def test_list_of_layers_places_all_other_layers_on_the_cpu(decoder):
+    place(decoder, layers_placement("layers=1"))
+    on_npu = {path for path, device in placed(decoder).items() if device == "npu"}
+    assert on_npu == {"model.layers.1"}
+    assert placed(decoder)["model.layers.0"] == "cpu"
+    assert decoder.lm_head.device == "cpu"
+
+
+@pytest.mark.parametrize("text", ["layers=", "layers=a", "layers=0,,1", "layers=-1", "layers=1.5", "layers=0-3"])
+def test_list_that_is_not_of_numbers_is_refused(text):
+    with pytest.raises(ConfigError, match="expected numbers of layers, as in layers=0,15"):
+        layers_placement(text)
 
 
 def test_parts_with_their_own_place_keep_it(decoder):

@@ -12,8 +12,8 @@ from chunkrt.cli import export as command
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting import DynamicSettings, SubgraphSettings, WindowSettings, check_float16, window_model
+from chunkrt.onnx.exporting.checks import NUM_ROWS, evaluate
 from chunkrt.onnx.exporting.export_settings import OPSETS
-from chunkrt.onnx.exporting.float16_check import NUM_ROWS, evaluate
 
 SIZES = {"window": 8, "sequence": 24, "context": 32}
 
@@ -90,7 +90,7 @@ def test_check_costs_one_short_window_for_any_export(monkeypatch):
         made.append(settings)
         return window_model(planned, settings)
 
-    monkeypatch.setattr("chunkrt.onnx.exporting.float16_check.window_model", short)
+    monkeypatch.setattr("chunkrt.onnx.exporting.checks.window_model", short)
     check_float16(planned("llama_gqa"), WindowSettings(window=100, sequence=128, context=2000))
     assert [(each.window, each.sequence, each.context) for each in made] == [(NUM_ROWS,) * 3]
 

@@ -13,6 +13,8 @@ GAPS = {
     "tests/checkpoints/test_hub.py::test_folder_of_one_gguf_file_is_that_file": LINKS,
     "tests/checkpoints/test_hub.py::test_only_the_requested_quantisation_is_fetched": LINKS,
     "tests/checkpoints/test_hub.py::test_safetensors_repository_is_fetched_without_unread_files": LINKS,
+    "tests/cli/test_calibrate_dask.py::test_shards_give_the_ranges_of_one_machine*": CLUSTER,
+    "tests/cli/test_calibrate_dask.py::test_worker_with_other_weights_is_one_line": CLUSTER,
     "tests/simulate/test_dask_cluster.py::test_its_rows_are_those_of_this_process": CLUSTER,
     "tests/simulate/test_dask_cluster.py::test_a_client_is_taken_and_stays_open": CLUSTER,
     "tests/simulate/test_dask_cluster.py::test_the_search_runs_there": CLUSTER,

@@ -37,7 +37,7 @@ from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.executor import ExecutorSet
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.ranks.local import local_communicators
+from chunkrt.runtime.ranks.messages import local_communicators
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.schedule import Schedule

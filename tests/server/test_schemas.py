@@ -9,7 +9,7 @@ import pytest
 from server_of_tests import serving
 
 from chunkrt.errors import ConstraintError
-from chunkrt.server.formats import without_unknown_formats
+from chunkrt.server.constraints import without_unknown_formats
 from chunkrt.server.satisfiable import allows_nothing
 
 pytest.importorskip("llguidance")

@@ -60,8 +60,8 @@ def test_rows_are_those_of_single_simulations_in_the_order_of_the_grid(rows: Row
         ).to_dict()
         for name in ("processors", "link", "interval", "joules", "ms_by_parameter"):
             del alone[name]
-        names = {"model": "made up", "placement_name": placement_text(placement), "attention": "cpu"}
-        assert vars(row) == alone | names | {"placement": placement}
+        names = {"model": "made up", "placement_name": placement_text(placement), "attention": "cpu", "device": device}
+        assert vars(row) == alone | names | {"placement": placement, "origin": "predicted"}
 
 
 def test_many_workers_give_the_rows_of_one_and_report_progress(rows: Rows) -> None:
@@ -94,7 +94,7 @@ def test_an_interrupt_ends_the_experiment_and_its_workers(workers: int) -> None:
         ({"schemes": ["w8a17"]}, "unknown scheme 'w8a17'"),
         ({"policies": ["in_oder"]}, "did you mean 'in_order'"),
         ({"policies": []}, "policies is empty"),
-        ({"policies": [3]}, "policies: 3, expected a name"),
+        ({"policies": [3]}, "the policy 3 is not a policy"),
         ({"schemes": [["w8a8"]]}, "schemes: ['w8a8'], expected a name"),
         ({"devices": [3]}, "devices: 3, expected a profile"),
         ({"prompt_lengths": [64, 513]}, "prompt_lengths: 513, expected a whole number of 1 to 512"),

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from chunkrt.backends.link import Communicator
 from chunkrt.errors import DeviceLostError
-from chunkrt.runtime.ranks.local import local_communicators
+from chunkrt.runtime.ranks.messages import local_communicators
 
 Result = TypeVar("Result")
 TIMEOUT = 60.0

@@ -88,6 +88,7 @@ class QnnBackend:
         self._options = options or HtpOptions()
         self._options.check_known()
         self._limit_s = limit_s or (EMULATOR_LIMIT_S if self.htp.is_emulated else DEVICE_LIMIT_S)
+        self.is_emulated = self.htp.is_emulated
         self.shares_memory = not self.htp.is_emulated
         """True if buffers are in memory that CPU and NPU share."""
         self._slots: WeakSet[ContextSlot] = WeakSet()

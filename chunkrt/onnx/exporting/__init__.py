@@ -1,10 +1,9 @@
 """Decoders as ONNX files for other tools: a fixed window with caches as inputs and outputs, ONNX Runtime GenAI's
 dynamic form, or the static subgraphs of a plan."""
 
+from chunkrt.onnx.exporting.checks import check_float16, check_integers
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, SubgraphSettings, WindowSettings
-from chunkrt.onnx.exporting.float16_check import check_float16
 from chunkrt.onnx.exporting.forms import check_subgraph_outputs, dynamic_model, save_static_subgraphs, window_model
-from chunkrt.onnx.exporting.integers_check import check_integers
 from chunkrt.onnx.exporting.save import (
     check_beside,
     check_output,

@@ -18,7 +18,17 @@ from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
-from chunkrt.runtime.record import WORKS, ChunkRecord, Pipeline, RunRecord, SegmentRecord, Stage, Work
+from chunkrt.runtime.record import (
+    ORIGINS,
+    WORKS,
+    ChunkRecord,
+    Origin,
+    Pipeline,
+    RunRecord,
+    SegmentRecord,
+    Stage,
+    Work,
+)
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, SPAN, trace_events, tracks_of
 from chunkrt.runtime.trace.shared import pipeline_numbers
@@ -78,11 +88,20 @@ def read_trace(path: Path) -> list[RunRecord]:
         raise ConfigError(f"cannot read a trace from {path}: {cause_of(error)}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a trace, because it is not JSON: {error}; {_HINT}") from error
+    return parse_trace(data, path)[1]
+
+
+def parse_trace(data: Any, path: Path) -> tuple[str, list[RunRecord]]:
+    """Return the title and the records of a trace, from the JSON value in the file at `path`.
+
+    Raises:
+        ConfigError: the trace is damaged, or another program wrote it.
+    """
     about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
         raise ConfigError(f"{path} is JSON, but not in the format {FORMAT!r}; {_HINT}")
     try:
-        return _records(data["traceEvents"], about)
+        return _text(about.get("title", "")), _records(data["traceEvents"], about)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the trace in {path} is damaged ({problem}); {_HINT}") from error
@@ -237,6 +256,7 @@ def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipelin
         chunk_length=chunk_length,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
+        origin=_origin(data.get("origin", "unknown")),
     )
 
 
@@ -273,6 +293,13 @@ def _device(value: Any) -> Device:
         raise ValueError(f"{value!r} is not a device")
     device: Device = value
     return device
+
+
+def _origin(value: Any) -> Origin:
+    if value not in ORIGINS:
+        raise ValueError(f"{value!r} is not an origin of times")
+    origin: Origin = value
+    return origin
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""Check that a decoder's values fit float16, before it is written in float16.
+"""Checks of exports: a decoder's values must fit float16 before it is written in float16, and ONNX Runtime must compute
+written integer weights with their own values.
 
-ONNX Runtime's CPU provider computes float16 by casts to float32, which hides overflows. Therefore this module evaluates
-the nodes one after another with ONNX's own reference, and rounds each value to float16.
+ONNX Runtime's CPU provider computes float16 by casts to float32, which hides overflows. Therefore the first check
+evaluates the nodes one after another with ONNX's own reference, and rounds each value to float16.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -24,11 +26,15 @@ from chunkrt.onnx.exporting.emitter import LARGEST_FLOAT16
 from chunkrt.onnx.exporting.export_settings import Settings, WindowSettings
 from chunkrt.onnx.exporting.forms import tied_weights, window_model
 from chunkrt.onnx.exporting.integer_weights import with_rounded_weights
+from chunkrt.onnx.window_session import OnnxSession
 
 NUM_ROWS = 16
 """Number of tokens in the window that is run. The cost hardly depends on it, because reading all weights takes most of
 the time.
 """
+
+TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
+"""Tolerances relative to the largest logit for exports that compute in float32 and in float16."""
 
 Array = NDArray[Any]
 
@@ -172,3 +178,31 @@ def _refuse(
         f"{name} reaches {largest:g} on {NUM_ROWS} tokens, which exceeds float16's {LARGEST_FLOAT16:g}; use --dtype "
         "fp32"
     )
+
+
+def check_integers(planned: Planned, settings: WindowSettings, paths: Sequence[Path]) -> None:
+    """Compare written windows with integer weights, on ONNX Runtime, with the decoder whose float32 weights have the
+    values of the integers. The decoder is evaluated by ONNX's own reference.
+
+    Raises:
+        QuantizationError: the logits differ, so activations or weights were rounded in another way. Some kernels round
+            activations, but only with prepacked weights.
+        ModelError: ONNX Runtime cannot load a file.
+    """
+    rows, length = min(NUM_ROWS, settings.sequence), settings.sequence  # the length selects the rotary table
+    exact = WindowSettings(window=rows, sequence=length, context=length, dtype="fp32", opset=settings.opset)
+    model = window_model(with_rounded_weights(planned, settings, tied_weights(planned)), exact)
+    tokens = spread_tokens(planned, rows)
+    expected = evaluate(model, window_feeds(model, tokens), lambda done, total: None)["logits"][0]
+    tolerance = FLOAT16_TOLERANCE if settings.dtype == "fp16" else TOLERANCE
+    for path in paths:
+        session = OnnxSession(path, prepack=True)
+        found = session.run(tokens.tolist()) if session.batch == 1 else session.run([tokens.tolist()] * session.batch)
+        for logits in [found] if isinstance(found, np.ndarray) else found:
+            difference = float(np.abs(logits - expected[-len(logits) :]).max() / max(np.abs(expected).max(), 1e-30))
+            if not difference <= tolerance:
+                raise QuantizationError(
+                    f"{path} differs on ONNX Runtime from its {settings.weights} weights with float activations by "
+                    f"{difference:.2g} of the largest logit, expected at most {tolerance:g}; use --weights float"
+                )
+        log.info("%s agrees with its %s weights to %.2g of the largest logit", path, settings.weights, difference)
