@@ -284,6 +284,7 @@ SERVED = ("llama-3.2-1b", "--device", "SM8750+genie", "--arrivals", "closed", "-
     ("arguments", "message"),
     [
         ((*GENIE, "--minutes", "0"), "--minutes is 0"),
+        (("gemma-2b", "--device", "sd8gen3", "--minutes", "1"), "choose an SoC with a software, e.g. SM8650+genie"),
         ((*GENIE, "--start-celsius", "30"), "--minutes"),
         ((*GENIE, "--power-mode", "fast"), "unknown power mode"),
         ((*SERVED, "--energy"), "--energy needs single prompts"),
