@@ -69,8 +69,8 @@ def sustain(
     thermal = device.thermal
     if thermal is None:
         raise ConfigError(
-            f"{device.name} has no thermal figures ([thermal] in its profile), which --minutes needs; choose an SoC with a "
-            f"software, e.g. {device.soc}+genie"
+            f"{device.name} has no thermal figures ([thermal] in its profile), which --minutes needs; choose an SoC "
+            f"with a software, e.g. {device.soc}+genie"
         )
     if not 0 < minutes <= MOST_MINUTES:
         raise ConfigError(f"--minutes is {minutes:g}, expected a number above 0 and up to {MOST_MINUTES}")
