@@ -15,7 +15,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path(__file__).parent.resolve()
-DATA = [f"chunkrt.simulate.{folder}" for folder in ("devices", "links", "shapes")]
+DATA = [f"chunkrt.simulate.{folder}" for folder in ("devices", "links", "shapes", "software")]
 
 
 class CMakeBuild(build_ext):
@@ -63,6 +63,7 @@ setup(
         "chunkrt.models": ["*.toml"],
         "chunkrt.reports": ["*.css", "*.html", "*.js"],
         "chunkrt.server": ["*.html"],
+        "chunkrt.simulate": ["socs.toml"],
         **{folder: ["*.toml"] for folder in DATA},
     },
     ext_modules=[Extension("chunkrt._native", sources=[])],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -31,8 +32,10 @@ from chunkrt.runtime.trace.file import check_trace_path, write_trace
 from chunkrt.simulate import DEVICES, LINKS, DeviceProfile, LinkProfile, Simulation, find_device, find_link, shapes
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
+from chunkrt.simulate.compose import SOFTWARE
 from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
+from chunkrt.simulate.sustained import Sustained, sustain
 
 DEFAULT_DEVICE_SCHEME = "w8a16"
 
@@ -44,11 +47,15 @@ SIMULATED_SETTINGS = (
 SERVER_SETTINGS = ("batcher", "decode_on")
 """Further such settings that the simulation of a server uses."""
 
+Profile = DeviceProfile | MeasuredProfile
+
 LEAST_SHARE = 0.0005
 """Least share of idle time that is printed."""
 
 
-DEVICE_HELP = f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`."
+DEVICE_HELP = (
+    f"Device: {', '.join(DEVICES)}, an SoC, an SoC with a software (SM8850+genie; {', '.join(SOFTWARE)}), or a file."
+)
 
 
 def device_option(command: Command) -> Command:
@@ -103,6 +110,33 @@ def device_option(command: Command) -> Command:
     group="Execution",
     is_flag=True,
     help="Assume that values are converted while the NPU computes.",
+)
+@option(
+    "--power-mode",
+    "power_mode",
+    group="Devices",
+    metavar="NAME",
+    help="Power mode of the NPU, one of the profile's, e.g. balanced.  [default: its full clock]",
+)
+@option(
+    "--energy",
+    "shows_energy",
+    group="Output",
+    is_flag=True,
+    help="Print the joules by processor and state as well.",
+)
+@option(
+    "--minutes",
+    group="Workload",
+    type=float,
+    help="Repeat the prompt without a pause for some minutes, and print rates, temperature and throttling.",
+)
+@option(
+    "--start-celsius",
+    "start_c",
+    group="Workload",
+    type=float,
+    help="Temperature at the start of --minutes.  [default: the profile's without load]",
 )
 @option(
     "--ranks",
@@ -166,6 +200,10 @@ def simulate(
     trace: Path | None,
     chunks_in_flight: int | None,
     overlaps_conversion: bool,
+    power_mode: str | None,
+    shows_energy: bool,
+    minutes: float | None,
+    start_c: float | None,
     ranks: int,
     link_name: str | None,
     plot: Path | None,
@@ -204,9 +242,15 @@ def simulate(
         if options.arrivals is not None:
             raise ConfigError("--plot draws single prompts; with --arrivals, omit it or use --trace")
         check_picture(plot)
+    if minutes is None:
+        refuse_without("--minutes", "start_c")
+    elif options.arrivals is not None or ranks > 1:
+        raise ConfigError("--minutes repeats one prompt on one machine; omit --arrivals and --ranks")
+    if shows_energy and (options.arrivals is not None or ranks > 1):
+        raise ConfigError("--energy needs single prompts on one machine; omit --arrivals and --ranks")
     if device_name is None:
         raise click.UsageError("Missing option '--device' / '--soc'. A settings file may name the SoC as well.")
-    device = find_device(device_name)
+    device = _in_mode(find_device(device_name), power_mode)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
     is_compiled = is_engine_directory(Path(model))
@@ -264,31 +308,42 @@ def simulate(
             click.echo(accuracy_of(device))
         return
 
-    def simulate_all(plan: Plan, scheme: Scheme, ranks: int, link: LinkProfile | None) -> list[Simulation]:
-        near = {chunk: _near(model, plan, engine, chunk) if ranks == 1 and is_for_npu else {} for chunk in chunks}
-        return [
-            simulate_prompt(
-                plan,
-                device,
-                prompt_length=prompt,
-                chunk_length=chunk,
-                policy=name,
-                scheme=scheme,
-                near=near[chunk],
-                chunks_in_flight=chunks_in_flight,
-                threads=threads,
-                ranks=ranks,
-                link=link,
-                overlaps_conversion=overlaps_conversion,
-            )
-            for prompt, chunk, name in product(prompts, chunks, policies)
-        ]
+    points = [*product(prompts, chunks, policies)]
 
-    rows = simulate_all(plan, settled, ranks, link)
+    @cache
+    def near_of(chunk_length: int) -> dict[int, Plan]:
+        return _near(model, plan, engine, chunk_length) if ranks == 1 and is_for_npu else {}
+
+    def simulate_one(
+        plan: Plan, scheme: Scheme, link: LinkProfile | None, point: tuple[int, int, str], device: Profile
+    ) -> Simulation:
+        prompt, chunk, name = point
+        return simulate_prompt(
+            plan,
+            device,
+            prompt_length=prompt,
+            chunk_length=chunk,
+            policy=name,
+            scheme=scheme,
+            near=near_of(chunk),
+            chunks_in_flight=chunks_in_flight,
+            threads=threads,
+            ranks=1 if link is None else ranks,
+            link=link,
+            overlaps_conversion=overlaps_conversion,
+        )
+
+    rows = [simulate_one(plan, settled, link, point, device) for point in points]
+    lasting: list[Sustained] = []
+    if minutes is not None:
+        if isinstance(device, MeasuredProfile):
+            raise ConfigError(f"{device.name} has no power and thermal figures, which --minutes needs")
+        for point in points:
+            lasting.append(sustain(partial(simulate_one, plan, settled, None, point), device, minutes, start_c))
     speed_ups: list[float | None] = [None] * len(rows)
     if link is not None and not is_compiled:
         whole, scheme_of_one = _plan(model, engine, ALONE)
-        alone = simulate_all(whole.on_cpu(), scheme_of_one, 1, None)
+        alone = [simulate_one(whole.on_cpu(), scheme_of_one, None, point, device) for point in points]
         speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
     if plot is not None:
         draw_simulations(model, rows, plot)
@@ -298,13 +353,27 @@ def simulate(
         results = [{"model": model, "origin": "predicted"} | row.to_dict() for row in rows]
         if link is not None:
             results = [result | {"speed_up": ratio} for result, ratio in zip(results, speed_ups, strict=True)]
+        if lasting:
+            results = [result | {"sustained": one.to_dict()} for result, one in zip(results, lasting, strict=True)]
         click.echo(json.dumps(results, indent=1))
     elif link is not None:
         _print_ranks(model, rows, link, speed_ups)
     else:
         _print(model, rows)
+        if shows_energy:
+            _print_energy(rows)
+        if lasting:
+            _print_sustained(rows, lasting)
     if not as_json:
         click.echo(accuracy_of(device))
+
+
+def _in_mode(device: Profile, name: str | None) -> Profile:
+    if name is None:
+        return device
+    if isinstance(device, MeasuredProfile):
+        raise ConfigError(f"{device.name} was measured in one power mode; omit --power-mode")
+    return device.in_mode(name)
 
 
 def accuracy_of(device: DeviceProfile | MeasuredProfile) -> str:
@@ -344,15 +413,77 @@ def _plan(model: str, options: EngineOptions, ranks: Ranks) -> tuple[Plan, Schem
 
 def _print(model: str, rows: Sequence[Simulation]) -> None:
     click.echo(f"{model} on {rows[0].device}, scheme {rows[0].scheme}")
-    head = ("prompt", "chunk", "policy", "ttft ms", "tokens/s", "npu busy", "cpu busy", "overlap", "MB", "joules")
+    has_ends = any(row.interval is not None for row in rows)
+    ends_head = ["80 %"] * has_ends
+    head = (
+        "prompt",
+        "chunk",
+        "policy",
+        "ttft ms",
+        "tokens/s",
+        *ends_head,
+        "npu busy",
+        "cpu busy",
+        "overlap",
+        "MB",
+        "joules",
+    )
     table: list[Sequence[str]] = [(*head, "most idle for")]
     for row in rows:
-        figures = (f"{row.time_to_first_token_ms:.1f}", f"{row.tokens_per_s:.1f}")
+        ends = [f"{low:.0f}-{high:.0f}" for low, high in _ends(row)]
+        figures = (f"{row.time_to_first_token_ms:.1f}", f"{row.tokens_per_s:.1f}", *ends)
         shares = (f"{share:.1%}" for share in (row.npu_busy, row.cpu_busy, row.overlap))
         joules = "" if row.energy_joules is None else f"{row.energy_joules:.2f}"
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
         names = (str(row.prompt_length), str(row.chunk_length), row.policy)
         table.append((*names, *figures, *shares, memory, joules, _most_idle(row)))
+    print_table(table, right=[name for name in head if name != "policy"], between=" ")
+
+
+def _ends(row: Simulation) -> list[tuple[float, float]]:
+    return [] if row.interval is None else [row.interval.tokens_per_s]
+
+
+def _print_energy(rows: Sequence[Simulation]) -> None:
+    """Print the joules by processor and state, and the ends of their sum."""
+    states = [*rows[0].joules]
+    if not states:
+        click.echo("the profile has no power figures")
+        return
+    head = ("prompt", "chunk", "policy", *(f"{state} J" for state in states), "sum J", "80 %", "W")
+    table: list[Sequence[str]] = [head]
+    for row in rows:
+        total = sum(row.joules.values())
+        ends = row.interval.energy_joules if row.interval is not None else None
+        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
+        between = "" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
+        watts = f"{1000 * total / row.time_to_first_token_ms:.2f}"
+        table.append((*names, *(f"{row.joules[state]:.2f}" for state in states), f"{total:.2f}", between, watts))
+    print_table(table, right=[name for name in head if name != "policy"], between=" ")
+
+
+def _print_sustained(rows: Sequence[Simulation], lasting: Sequence[Sustained]) -> None:
+    head = (
+        "prompt",
+        "chunk",
+        "policy",
+        "minutes",
+        "prompts",
+        "tokens/s first",
+        "last",
+        "mean",
+        "W",
+        "J",
+        "C first",
+        "C last",
+    )
+    table: list[Sequence[str]] = [(*head, "throttled")]
+    for row, one in zip(rows, lasting, strict=True):
+        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
+        rates = (f"{one.first_tokens_per_s:.1f}", f"{one.last_tokens_per_s:.1f}", f"{one.tokens_per_s:.1f}")
+        figures = (f"{one.watts:.2f}", f"{one.energy_joules:.0f}", f"{one.first_c:.1f}", f"{one.last_c:.1f}")
+        throttled = "never" if one.throttled_after_s is None else f"after {one.throttled_after_s:.0f} s"
+        table.append((*names, f"{one.seconds / 60:.1f}", str(one.num_prompts), *rates, *figures, throttled))
     print_table(table, right=[name for name in head if name != "policy"], between=" ")
 
 

@@ -91,6 +91,8 @@ def serving_costs(
     if threads is not None:
         raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
     chunks: list[ChunkWork] = []
+    if not device.uses_npu:
+        plan = plan.on_cpu()
     processors = device.processors(plan)
     whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
     work_of: WorkOf = whole

@@ -3,9 +3,11 @@ device."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
+from math import exp, hypot
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +31,7 @@ from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
+from chunkrt.simulate.tables import ENDS
 from chunkrt.simulate.work import ChunkWork, ModelledWork, WorkOf, cut, measured_work, with_sums
 
 
@@ -66,6 +69,19 @@ class LinkShares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Ends between which the true values lie with a probability of 80 %.
+
+    The errors of the profile's parameters and of the model are independent. A parameter's error counts by the share of
+    the tasks' time that it causes. The model's error is `DeviceProfile.model_error`.
+    """
+
+    time_to_first_token_ms: tuple[float, float]
+    tokens_per_s: tuple[float, float]
+    energy_joules: tuple[float, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
     """Result of one simulated prompt.
 
@@ -79,7 +95,12 @@ class Simulation:
         overlap: share of the makespan in which two or more tasks of these roles ran.
         link: usage of the link; None for a decoder on one rank.
         peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight.
+        interval: None for a measured profile.
         energy_joules: None if the profile has no power figures, or with several ranks.
+        joules: the energy by processor and state: "npu busy", "cpu busy", "memory" and "idle"; the last one is the
+            constant power of the complete device. Empty if there are no power figures.
+        ms_by_parameter: milliseconds of all tasks by the parameter of the profile that causes them, the longest first;
+            empty for a measured profile. Tasks that run at once all count.
         records: records of all tasks, like the executors' records of runs; traces are drawn from them. A prompt without
             attention on the NPU has one record. A chunk with attention on the NPU has its own record, because an engine
             computes such chunks one after another.
@@ -94,6 +115,7 @@ class Simulation:
     time_to_first_token_ms: float
     tokens_per_s: float
     makespan_ms: float
+    interval: Interval | None
     processors: Mapping[str, ProcessorShares]
     npu_busy: float
     cpu_busy: float
@@ -101,6 +123,8 @@ class Simulation:
     link: LinkShares | None
     peak_memory_bytes: int
     energy_joules: float | None
+    joules: Mapping[str, float]
+    ms_by_parameter: Mapping[str, float]
     records: tuple[RunRecord, ...]
 
     def __repr__(self) -> str:
@@ -131,7 +155,12 @@ class Simulation:
         """Return all fields except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
-        return figures | {"processors": processors, "link": None if self.link is None else asdict(self.link)}
+        return figures | {
+            "processors": processors,
+            "interval": None if self.interval is None else asdict(self.interval),
+            "ms_by_parameter": dict(self.ms_by_parameter),
+            "link": None if self.link is None else asdict(self.link),
+        }
 
 
 def simulate(
@@ -181,6 +210,10 @@ def simulate(
     _check_ranks(plan, device, found_scheme, ranks, link)
     if link is not None:
         plan = plan.on_cpu()
+    if isinstance(device, DeviceProfile) and not device.uses_npu:
+        if near:
+            raise ConfigError(f"{device.name} leaves the NPU idle; omit attention on the NPU")
+        plan = plan.on_cpu()
     if near and link is not None:
         raise ConfigError("attention on the NPU is simulated on one machine only; omit the link and the ranks")
     runs: list[_Run] = []
@@ -205,6 +238,12 @@ def simulate(
     prompt_us = device.prompt_us if isinstance(device, DeviceProfile) else device.budget(threads).prompt_us
     end_ns = records[-1].end_ns
     ttft_ns = end_ns + 1000 * prompt_us
+    by_parameter = _ms_by_parameter(runs, prompt_us)
+    joules: dict[str, float] = {}
+    interval: Interval | None = None
+    if isinstance(device, DeviceProfile):
+        joules = _joules(device, runs, ttft_ns)
+        interval = _interval(device, by_parameter, joules, ttft_ns, prompt_length)
     plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
     return Simulation(
         device=device.name,
@@ -216,11 +255,14 @@ def simulate(
         time_to_first_token_ms=ttft_ns / 1e6,
         tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
         makespan_ms=end_ns / 1e6,
+        interval=interval,
         processors=_shares(records),
         **asdict(_utilisation(records)),
         link=None if link is None else _link_shares(runs[0], link, ranks),
         peak_memory_bytes=_memory(plan, plans, found_scheme, records, prompt_length),
-        energy_joules=_energy(device, runs, ttft_ns) if isinstance(device, DeviceProfile) else None,
+        energy_joules=sum(joules.values()) if joules else None,
+        joules=joules,
+        ms_by_parameter=by_parameter if isinstance(device, DeviceProfile) else {},
         records=records,
     )
 
@@ -362,6 +404,57 @@ def _check_ranks(
             )
 
 
+DEFAULT_MODEL_ERROR = 0.3
+"""Error of the model for a profile that was not compared with any run: about that of the profiles that were."""
+
+
+def _ms_by_parameter(runs: Sequence[_Run], prompt_us: float) -> dict[str, float]:
+    """Return the milliseconds of all tasks by parameter, the longest first."""
+    found: dict[str, float] = defaultdict(float, {"prompt_us": prompt_us / 1000})
+    for run in runs:
+        for event in run.record.events:
+            for name, us in run.work_of(event.task).us_by_parameter.items():
+                found[name] += us / 1000
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+POWER_PARAMETERS = {
+    "npu busy": "npu.busy_watts",
+    "cpu busy": "cpu.busy_watts",
+    "memory": "memory.pj_per_byte",
+    "idle": "idle_watts",
+}
+
+
+def _interval(
+    device: DeviceProfile, ms: Mapping[str, float], joules: Mapping[str, float], ttft_ns: float, prompt_length: int
+) -> Interval:
+    """Return the intervals of a time and an energy, given the milliseconds by parameter and the joules by state."""
+
+    def deviations(shares: Mapping[str, float]) -> list[float]:
+        total = sum(shares.values()) or 1.0
+        known = {name: share for name, share in shares.items() if name in device.sources}
+        return [device.sources[name].log_deviation * share / total for name, share in known.items()]
+
+    model = DEFAULT_MODEL_ERROR if device.model_error is None else device.model_error
+    deviation = hypot(model, *deviations(ms))
+    factor = exp(ENDS * deviation)
+    times = ttft_ns / factor, ttft_ns * factor
+    energy: tuple[float, float] | None = None
+    if joules:
+        total = sum(joules.values())
+        by_time = deviation * (1 - joules["memory"] / (total or 1.0))  # the bytes do not depend on the time
+        factor = exp(
+            ENDS * hypot(by_time, *deviations({POWER_PARAMETERS[name]: of_one for name, of_one in joules.items()}))
+        )
+        energy = total / factor, total * factor
+    return Interval(
+        time_to_first_token_ms=(times[0] / 1e6, times[1] / 1e6),
+        tokens_per_s=(1e9 * prompt_length / max(times[1], 1), 1e9 * prompt_length / max(times[0], 1)),
+        energy_joules=energy,
+    )
+
+
 def _link_shares(run: _Run, link: LinkProfile, ranks: int) -> LinkShares:
     time = link_time([run.record])
     assert time is not None
@@ -435,13 +528,15 @@ def _memory(plan: Plan, plans: Sequence[Plan], scheme: Scheme, records: Sequence
     return weights + prompt_length * records[0].position_bytes + fixed + in_flight
 
 
-def _energy(device: DeviceProfile, runs: Sequence[_Run], ttft_ns: float) -> float | None:
+def _joules(device: DeviceProfile, runs: Sequence[_Run], ttft_ns: float) -> dict[str, float]:
+    """Return the energy by processor and state. It is empty for several ranks, because links have no power figures."""
     if any(stage.device == "link" for run in runs for stage in run.record.pipeline.stages):
-        return None
-    joules = device.idle_watts * ttft_ns / 1e9
+        return {}
+    joules = {"npu busy": 0.0, "cpu busy": 0.0, "memory": 0.0, "idle": device.idle_watts * ttft_ns / 1e9}
     for run in runs:
         for event in run.record.events:
-            watts = device.npu.busy_watts if event.processor == "npu" else device.cpu.busy_watts
-            joules += watts * event.own_ns / 1e9
-            joules += run.work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
+            on_npu = event.processor == "npu"
+            watts = device.npu.busy_watts if on_npu else device.cpu.busy_watts
+            joules["npu busy" if on_npu else "cpu busy"] += watts * event.own_ns / 1e9
+            joules["memory"] += run.work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
     return joules

@@ -3,10 +3,12 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import ceil, prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
@@ -18,6 +20,7 @@ from chunkrt.graph.plan import (
     EXPERTS_OP,
     GATHER_OPS,
     SHADOW_OP,
+    Device,
     Node,
     Plan,
     Subgraph,
@@ -40,12 +43,14 @@ class Work(NamedTuple):
 
     Attributes:
         edges_ns: for an NPU task, the parts of its time in which its inputs and its outputs are converted.
+        us_by_parameter: for a modelled task, its microseconds by the parameter of the profile that causes them.
     """
 
     ns: int
     num_bytes: float
     sent_bytes: float = 0.0
     edges_ns: tuple[float, float] = (0.0, 0.0)
+    us_by_parameter: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,18 @@ class ChunkWork:
         """Count pairs of a token and a position that it attends to, among the last `window` unless that is 0."""
         return sum(attended_pairs(position, num_tokens, window) for position, num_tokens in self.parts)
 
+
+class NodeCost(NamedTuple):
+    """One operator: its kind, its microseconds by field of its kind's costs, and the bytes that it reads from shared
+    memory."""
+
+    kind: str
+    us: Mapping[str, float]
+    shared_bytes: float
+
+
+ACTIVATION_BYTES = {"linear_a8": 1, "linear_a16": 2, "linear_float": 2}
+"""Bytes of one input of a linear on an NPU."""
 
 WorkOf = Callable[[Task], Work]
 
@@ -172,46 +189,70 @@ class ModelledWork:
         return self._known[key]
 
     def _work(self, subgraph: Subgraph, chunk: ChunkWork) -> Work:
-        processor = self._device.processor_cost(subgraph.device)
+        device, transfer = subgraph.device, self._device.transfer
+        processor = self._device.processor_cost(device)
         symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows)}
-        taken, given = self._crossing(subgraph)
-        us, num_bytes, edges_us = processor.task_us, 0.0, [0.0, 0.0]
+        us: defaultdict[str, float] = defaultdict(float, {f"{device}.task_us": processor.task_us})
+        num_bytes, edges_us = 0.0, [0.0, 0.0]
         windows = window_elements(subgraph, self._plan, chunk.num_tokens)
-        if subgraph.device == "npu":  # within the NPU's turn, the driver copies the cache slots that a graph reads
-            num_bytes += FLOAT16_BYTES * windows.history
-            us += FLOAT16_BYTES * windows.history / (1000 * self._device.transfer.gb_per_s)
-        for edge, crossing in enumerate((taken, given)):
+        if device == "npu":  # within the NPU's turn, the driver copies the cache slots that a graph reads
+            num_bytes += self._cache_bytes(processor) * windows.history
+            copies = "cache_gb_per_s" if transfer.cache_gb_per_s is not None else "gb_per_s"
+            copied = self._cache_bytes(processor) * windows.history
+            if transfer.head_us is not None:
+                static = [node for node in subgraph.nodes if node.op in ATTENTION_OPS and static_slots(node)]
+                heads = sum(2 * cast(int, node.attributes["num_kv_heads"]) for node in static)
+                us["transfer.head_us"] += heads * transfer.head_us
+            us[f"transfer.{copies}"] += copied / (1000 * (transfer.cache_gb_per_s or transfer.gb_per_s))
+        for edge, crossing in enumerate(self._crossing(subgraph)):
             crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
             crossing_bytes += FLOAT16_BYTES * windows[edge]
             num_bytes += crossing_bytes
-            if subgraph.device == "npu":
-                transfer = self._device.transfer
-                edges_us[edge] = len(crossing) * transfer.fixed_us + crossing_bytes / (1000 * transfer.gb_per_s)
-        us += sum(edges_us)
+            if device == "npu":
+                fixed_us = len(crossing) * transfer.fixed_us
+                bytes_us = crossing_bytes / (1000 * transfer.gb_per_s)
+                us["transfer.fixed_us"] += fixed_us
+                us["transfer.gb_per_s"] += bytes_us
+                edges_us[edge] = fixed_us + bytes_us
         for node in subgraph.nodes:
-            node_us, node_bytes = self._node(node, processor, chunk, symbols)
-            us += node_us
-            num_bytes += node_bytes
-        return Work(round(1000 * us), num_bytes, edges_ns=(1000 * edges_us[0], 1000 * edges_us[1]))
+            cost = self._node(node, device, chunk, symbols)
+            num_bytes += cost.shared_bytes
+            for name, part_us in cost.us.items():
+                us[f"{device}.operators.{cost.kind}.{name}"] += part_us
+        return Work(
+            round(1000 * sum(us.values())),
+            num_bytes,
+            edges_ns=(1000 * edges_us[0], 1000 * edges_us[1]),
+            us_by_parameter={name: part_us for name, part_us in us.items() if part_us},
+        )
 
-    def _node(
-        self, node: Node, processor: ProcessorCost, chunk: ChunkWork, symbols: dict[str, int]
-    ) -> tuple[float, float]:
-        """Return the microseconds of one operator, and the bytes that it reads from shared memory."""
-        tensors = self._plan.tensors
+    def _cache_bytes(self, processor: ProcessorCost) -> float:
+        return FLOAT16_BYTES if processor.cache_bytes is None else processor.cache_bytes
+
+    def _node(self, node: Node, device: Device, chunk: ChunkWork, symbols: dict[str, int]) -> NodeCost:
+        """Return the cost of one operator."""
+        tensors, processor = self._plan.tensors, self._device.processor_cost(device)
         rows = resolve(tensors[node.outputs[0]].shape, symbols)[0]
         window = cast(int, node.attributes["window"]) if node.op in ATTENTION_OPS else 0
-        operations = (chunk.pairs(window) if node.op in ATTENTION_OPS else rows) * node_flops(node, self._plan)
+        pairs = chunk.pairs(window) if node.op in ATTENTION_OPS else 0
+        if node.op in ATTENTION_OPS and (past := static_slots(node)):
+            pairs = rows * (past + rows)  # all slots of the window, filled or not, and the chunk's own rows
+        operations: float = (pairs if node.op in ATTENTION_OPS else rows) * node_flops(node, self._plan)
         if node.op == "MatMul" and node.inputs[1] in self._linears:
             weight = node.inputs[1]
             num_bytes = shared_bytes = float(self._weight_bytes[weight])
             bits = self._scheme.activation_bits_of(weight)
             kind = "linear_float" if self._scheme.weight_bits is None else f"linear_a{bits}"
+            if tile := processor.operators[kind].tile_rows:
+                operations = ceil(rows / tile) * tile * node_flops(node, self._plan)
+            depth, columns = resolve(tensors[weight].shape, {})
+            taken, fast = rows * depth * ACTIVATION_BYTES[kind], processor.fast_mb
+            if fast is not None and taken > 1e6 * fast:
+                given = rows * columns * ACTIVATION_BYTES[kind]
+                num_bytes = shared_bytes = ceil(taken / (1e6 * fast)) * num_bytes + taken + given
         elif node.op in ATTENTION_OPS:
-            num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, chunk))
+            num_bytes = shared_bytes = self._cache_bytes(processor) * self._state_elements(node, chunk)
             kind = "attention"
-            if past := static_slots(node):  # reads all slots of the window, filled or not, and the chunk's own rows
-                operations = rows * (past + rows) * node_flops(node, self._plan)
         elif any(name and tensors[name].kind == "state" for name in node.inputs):
             width = FLOAT16_BYTES if static_slots(node) else DTYPE_BYTES["float32"]
             num_bytes = shared_bytes = float(2 * width * self._state_elements(node, chunk))
@@ -239,7 +280,12 @@ class ModelledWork:
             num_bytes, shared_bytes = float(DTYPE_BYTES["float32"] * size * (1 + read)), 0.0
             kind = "other"
         cost = processor.operators[kind]
-        return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
+        bytes_us, operations_us = num_bytes / (1000 * cost.gb_per_s), operations / (1000 * cost.gops)
+        us = {"fixed_us": cost.fixed_us}
+        us |= {"gb_per_s": bytes_us} if bytes_us > operations_us else {"gops": operations_us}
+        if pairs and cost.softmax_g_per_s is not None:
+            us["softmax_g_per_s"] = pairs * cast(int, node.attributes["num_heads"]) / (1000 * cost.softmax_g_per_s)
+        return NodeCost(kind, us, shared_bytes)
 
     def _state_elements(self, node: Node, chunk: ChunkWork) -> int:
         """Return the number of state elements of all sequences that have rows in the chunk."""

@@ -52,7 +52,7 @@ def test_every_number_has_a_source(name: str) -> None:
     profile = shipped(name)
     found = {path.removeprefix(".") for path in parameters(profile)}
     assert found == set(profile.sources)
-    assert len(found) == 2 + 2 + 2 + 2 * (2 + 3 * len(OPERATORS))
+    assert len(found) == 3 + 2 + 2 + 2 * (2 + 3 * len(OPERATORS))
     assert all(len(source.text) >= 10 for source in profile.sources.values())
 
 
@@ -140,8 +140,37 @@ PARAMETERS = {
     "phi-2": 2.78e9,
     "mistral-7b": 7.24e9,
     "llama-3.1-8b": 8.03e9,
+    "llama-3-8b": 8.03e9,
+    "llama-3.2-1b": 1.24e9,
+    "llama-3.2-3b": 3.21e9,
+    "qwen2-7b": 7.62e9,
+    "qwen2.5-1.5b": 1.54e9,
+    "qwen2.5-3b": 3.09e9,
+    "qwen2.5-7b": 7.62e9,
+    "deepseek-r1-distill-qwen-1.5b": 1.78e9,
+    "qwen3-0.6b": 0.596e9,
+    "qwen3-1.7b": 1.72e9,
+    "qwen3-4b": 4.02e9,
+    "qwen3-8b": 8.19e9,
+    "qwen3.5-0.8b": 0.752e9,
+    "qwen3.5-2b": 1.88e9,
+    "gemma-3-1b": 1.00e9,
+    "phi-3.5-mini": 3.82e9,
+    "phi-4-mini": 3.84e9,
+    "falcon3-7b": 7.46e9,
+    "granite-3.1-8b": 8.17e9,
+    "granite-3.3-2b": 2.53e9,
+    "mistral-7b-v0.3": 7.25e9,
+    "baichuan2-7b": 7.51e9,
+    "allam-7b": 7.00e9,
+    "jais-6.7b": 6.77e9,
+    "smollm2-135m": 0.1345e9,
+    "smollm2-1.7b": 1.71e9,
+    "smollm3-3b": 3.08e9,
+    "internlm3-8b": 8.80e9,
+    "lfm2.5-1.2b": 1.17e9,
 }
-"""Parameter counts by their authors."""
+"""Parameter counts by their authors; those of Qwen3.5 without vision and multi-token prediction."""
 
 
 def num_parameters(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""The replay of llm.npu's figures: held-out ones within 25 %, the stages ranked as published."""
+"""Replays of published figures that did not enter the profiles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
 REPLAY = Path(__file__).parents[2] / "bench" / "replay_llm_npu.py"
 
 
@@ -19,3 +22,15 @@ def test_held_out_figures_are_predicted() -> None:
     assert max(map(abs, held_out)) <= 25
     assert "stages ranked as published: 3 of 3 models" in finished.stdout
     assert "the paper contradicts itself" in finished.stdout
+
+
+@pytest.mark.slow
+def test_powerserve_is_predicted_without_its_figures() -> None:
+    finished = subprocess.run(
+        [sys.executable, BENCH / "replay.py", "--only", "PowerServe"], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    (prefill,) = [line for line in finished.stdout.splitlines() if line.startswith("| PowerServe | prefill |")]
+    middle, worst = (float(cell.strip().rstrip("%")) for cell in prefill.split("|")[4:6])
+    assert middle <= 15
+    assert worst <= 35
