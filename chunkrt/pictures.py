@@ -1,8 +1,11 @@
-"""Pictures for `--plot`. They are drawn with matplotlib, which is imported on first use."""
+"""Pictures for `--plot`, drawn with matplotlib, which is imported on first use; and tables for notebooks, which display
+objects with `_repr_html_`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,3 +197,13 @@ def save_picture(figure: Any, path: Path) -> None:
             figure.savefig(aside, format=path.suffix[1:].lower(), dpi=100, metadata=metadata)
     except OSError as error:
         raise ConfigError(f"cannot draw {path}: {cause_of(error)}") from error
+
+
+def html_table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table with a caption; all texts are escaped."""
+    lines = [_line("th", heads), *(_line("td", row) for row in rows)]
+    return f"<table><caption>{escape(caption)}</caption>{''.join(lines)}</table>"
+
+
+def _line(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -28,7 +28,7 @@ import msgspec
 from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
 from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
-from chunkrt.html_tables import html_table
+from chunkrt.pictures import html_table
 
 Device = Literal["npu", "cpu", "link"]
 """Devices of subgraphs. The subgraphs of the link are sums over ranks."""

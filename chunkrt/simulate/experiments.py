@@ -48,8 +48,7 @@ from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import Progress, locked, remove
 from chunkrt.graph.placement import Placed, Placement, check_placement
 from chunkrt.graph.plan import Plan
-from chunkrt.html_tables import html_table
-from chunkrt.pictures import Panel, PlotPoint, draw_panels
+from chunkrt.pictures import Panel, PlotPoint, draw_panels, html_table
 from chunkrt.progress import find_progress
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.affinity import available_cores

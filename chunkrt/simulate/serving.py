@@ -14,7 +14,7 @@ import numpy as np
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan
-from chunkrt.html_tables import html_table
+from chunkrt.pictures import html_table
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots

@@ -15,7 +15,7 @@ from chunkrt.backends.base import Passage
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import MOST_RANKS, Plan
-from chunkrt.html_tables import html_table
+from chunkrt.pictures import html_table
 from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots

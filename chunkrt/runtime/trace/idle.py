@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from chunkrt.graph.plan import Device
-from chunkrt.html_tables import html_table
+from chunkrt.pictures import html_table
 from chunkrt.runtime.record import WORKS, RunRecord, Work
 from chunkrt.runtime.tasks import Span, Task, TaskEvent
 from chunkrt.runtime.trace.replay import Replay, Worker
