@@ -729,7 +729,7 @@ def _device_name(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfil
 def _whole(name: str, value: Any, most: int | None = None) -> int:
     """Check and return an integer of at least 1, and at most `most` if that is given."""
     try:
-        number = index(value)
+        number = 0 if isinstance(value, bool) else index(value)
     except TypeError:
         number = 0
     if number < 1 or (most is not None and number > most):

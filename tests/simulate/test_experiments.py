@@ -101,6 +101,7 @@ def test_an_interrupt_ends_the_experiment_and_its_workers(workers: int) -> None:
         ({"chunk_lengths": [0]}, "chunk_lengths: 0, expected"),
         ({"chunk_lengths": 32}, "chunk_lengths is 32, expected a list"),
         ({"chunk_lengths": [32.5]}, "chunk_lengths: 32.5, expected a whole number"),
+        ({"chunk_lengths": [True]}, "chunk_lengths: True, expected a whole number"),
         ({"chunks_in_flight": [0]}, "chunks_in_flight: 0, expected a whole number of at least 1"),
         ({"workers": 0}, "workers: 0, expected"),
         ({"placements": {"lm_head": "npu"}}, "expected a list of placements; put it in brackets"),

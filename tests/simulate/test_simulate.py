@@ -276,6 +276,8 @@ def test_the_command_prints_a_table() -> None:
         (["gemma-2b", "--device", "sd8gen3", "--chunk", "x"], "--chunk is 'x', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--policy", "fast"], "unknown policy 'fast'"),
         (["gemma-2", "--device", "sd8gen3"], "built-in shapes are allam-7b, "),
+        (["gemma-2b", "--device", "sd8gen3", "--scheme", "float", "--overlap-conversion"], "without work on an NPU"),
+        (["gemma-2b", "--device", "SM8650+llama.cpp", "--overlap-conversion"], "without work on an NPU; omit it"),
     ],
 )
 def test_a_wrong_command_is_refused(arguments: list[str], message: str) -> None:
