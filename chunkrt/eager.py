@@ -36,7 +36,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder, find_checkpoint
 from chunkrt.engine.roles import check_runs, open_backends
 from chunkrt.engine_directory.manifest import open_weights, read_manifest
-from chunkrt.errors import BackendError, ConfigError, unknown_name
+from chunkrt.errors import BackendError, ConfigError, PartitionError, unknown_name
 from chunkrt.files import no_progress
 from chunkrt.graph.modules import Module
 from chunkrt.graph.operators import is_dynamic
@@ -66,10 +66,10 @@ class State:
         tensors: float32 arrays by the names that they have in a plan; all zero at first.
     """
 
-    def __init__(self, plan: Plan, num_positions: int) -> None:
+    def __init__(self, plan: Plan, num_positions: int, most: int) -> None:
         self._plan = plan
-        if not 1 <= num_positions <= plan.context_length:
-            raise ConfigError(f"the state has {num_positions} positions, expected 1 to {plan.context_length}")
+        if not 1 <= num_positions <= most:
+            raise ConfigError(f"the state has {num_positions} positions, expected 1 to {most} (`context_length`)")
         self.position, self.num_positions = 0, num_positions
         sizes = {"P": num_positions, "W": num_positions}
         kept = {name: tensor.shape for name, tensor in plan.tensors.items() if tensor.kind == "state"}
@@ -80,8 +80,15 @@ class State:
         return self._plan is plan
 
     def advance(self, num_tokens: int) -> None:
-        """Move the position past tokens that all modules have computed."""
-        self.position += num_tokens
+        """Move the position past tokens that all modules have computed. Raise ConfigError if the state does not hold
+        so many.
+        """
+        left = self.num_positions - self.position
+        if not isinstance(num_tokens, int | np.integer) or not 0 <= num_tokens <= left:
+            raise ConfigError(
+                f"the state cannot advance by {num_tokens!r} tokens, expected a whole number, 0 to {left}"
+            )
+        self.position += int(num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,10 @@ class _ModuleCompiler:
         options = EngineOptions(npu=backend, scheme=scheme)
         folder = engine_folder(model, options, no_progress)
         manifest = read_manifest(folder)
-        check_runs(plan, manifest.scheme, options)
+        try:
+            check_runs(plan, manifest.scheme, options)
+        except PartitionError as error:
+            raise PartitionError(str(error).replace("`npu=", "`backend=")) from error
         self._plan, self._scheme = plan, manifest.scheme
         self._weights = open_weights(folder).with_tables(plan)
         self._backend = open_backends(manifest, folder, options, "float32")[1]
@@ -272,15 +282,16 @@ class Tree(EagerModule):
         plan: the plan of the complete decoder, which names all values.
     """
 
-    def __init__(self, planned: Planned, compiler: _ModuleCompiler | None = None) -> None:
+    def __init__(self, planned: Planned, context_length: int, compiler: _ModuleCompiler | None = None) -> None:
         super().__init__(self, planned.decoder)
+        self._context_length = context_length
         self.plan, self._planned, self._compiler = planned.plan, planned, compiler
         self._hooks: list[tuple[str, Hook]] = []
         self._weights: dict[str, Float32] = {}
 
     def state(self, num_positions: int) -> State:
         """Return an empty state for a sequence of up to `num_positions` tokens."""
-        return State(self.plan, num_positions)
+        return State(self.plan, num_positions, self._context_length)
 
     def modules(self) -> list[str]:
         """Return the paths of all modules."""
@@ -307,9 +318,11 @@ class Tree(EagerModule):
         Raises:
             ConfigError: the pattern matches no value of the plan.
         """
+        if not callable(function):
+            raise ConfigError(f"the hook is {function!r}, expected a function of a name and an array")
         names = (name for name, tensor in self.plan.tensors.items() if tensor.kind == "value")
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"the hook's pattern {pattern!r} matches no value; `plan.tensors` has the names")
+            raise ConfigError(f"the hook's pattern {pattern!r} matches no value; `tree.plan.tensors` has the names")
         self._hooks.append((pattern, function))
         try:
             yield
@@ -397,7 +410,7 @@ class Tree(EagerModule):
             raise ConfigError(
                 f"{module.path or 'the decoder'} keeps a state or reads positions; pass state=tree.state(n)"
             )
-        if not state.belongs_to(self.plan):
+        if not isinstance(state, State) or not state.belongs_to(self.plan):
             raise ConfigError("the state was made by another tree; make one with this tree's state()")
         if state.position + num_tokens > state.num_positions:
             raise ConfigError(
@@ -411,6 +424,8 @@ class Tree(EagerModule):
     def _hooked(self, name: str, array: Array) -> Array:
         for pattern, function in list(self._hooks):
             if fnmatchcase(name, pattern) and (changed := function(name, array)) is not None:
+                if not isinstance(changed, np.ndarray) or changed.dtype.kind not in "fiub":
+                    raise ConfigError(f"the hook on {name} returns {changed!r:.40}, expected an array of numbers")
                 changed = np.ascontiguousarray(changed, np.float32)
                 if changed.shape != array.shape:
                     raise ConfigError(
@@ -448,13 +463,18 @@ def load(
         raise ConfigError(f"scheme is {scheme!r}, and the reference computes without one; choose backend='native'")
     checkpoint, _ = find_checkpoint(os.fspath(model), no_progress)
     planned = plan_checkpoint(checkpoint, {})
-    planned = planned.within(min(context_length, planned.plan.context_length))
+    context_length = min(context_length, planned.plan.context_length)
+    planned = planned.within(context_length)
     compiler = None if backend == REFERENCE else _ModuleCompiler(os.fspath(model), planned.plan, backend, scheme)
-    return Tree(planned, compiler)
+    return Tree(planned, context_length, compiler)
 
 
 def _array(given: ArrayLike) -> Array:
     array = np.asarray(given)
+    if array.ndim and not len(array):
+        raise ConfigError("an input has no rows; give at least one")
+    if array.dtype.kind == "U":
+        raise ConfigError("an input is text, expected token ids; encode it with a tokenizer (`Engine.tokenizer`)")
     if array.dtype.kind in "iu" and array.ndim == 1:
         if array.min(initial=0) < 0:
             raise ConfigError(f"an input contains the number {array.min()}, expected 0 or more")

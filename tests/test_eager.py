@@ -141,7 +141,7 @@ def test_wrong_backends_and_schemes_are_refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             eager.load(checkpoint("llama_gqa"), **options)
-    with pytest.raises(PartitionError, match=r"native cannot run subgraph static\.0 under scheme float"):
+    with pytest.raises(PartitionError, match=r"native cannot run subgraph static\.0 .*`backend='onnxrt'`"):
         eager.load(checkpoint("llama_gqa"), backend="native", scheme="float")
     tree = eager.load(checkpoint("llama_gqa"), backend="native")
     inside = next(name for name in tree.plan.tensors if ".mlp." in name and "sigmoid" in name.lower())
@@ -184,7 +184,7 @@ def test_error_restores_the_state():
 
 
 def test_wrong_calls_are_refused():
-    tree = eager.load(checkpoint("llama_gqa"))
+    tree, short = eager.load(checkpoint("llama_gqa")), eager.load(checkpoint("llama_gqa"), context_length=8)
     layer, hidden = tree.model.layers[0], np.zeros((3, 48), np.float32)
     for call, message in [
         (lambda: layer(hidden), r"model\.layers\.0 keeps a state or reads positions; pass state="),
@@ -198,6 +198,14 @@ def test_wrong_calls_are_refused():
         (lambda: tree.model.embed_tokens([1, 128]), "cannot be computed from these arrays"),
         (lambda: tree.hook("*.mlp.down.output", print).__enter__(), r"pattern '\*.mlp.down.output' matches no value"),
         (lambda: tree.state(0), "the state has 0 positions"),
+        (lambda: short.state(9), r"the state has 9 positions, expected 1 to 8 \(`context_length`\)"),
+        (lambda: tree.state(8).advance(9), "cannot advance by 9 tokens, expected a whole number, 0 to 8"),
+        (lambda: tree.state(8).advance(-1), "cannot advance by -1 tokens"),
+        (lambda: tree.state(8).advance(1.5), "cannot advance by 1.5 tokens"),
+        (lambda: layer(hidden, state={}), "the state was made by another tree"),
+        (lambda: layer(hidden[:0], state=tree.state(8)), "an input has no rows; give at least one"),
+        (lambda: tree("Hello", [0], state=tree.state(8)), "an input is text, expected token ids; encode it with"),
+        (lambda: tree.hook("*", 1).__enter__(), "the hook is 1, expected a function"),
         (lambda: tree.module("model.layers.9"), "has no module 'model.layers.9'"),
         (lambda: eager.load(checkpoint("llama_gqa"), context_length=0), "context_length is 0"),
     ]:
@@ -205,6 +213,9 @@ def test_wrong_calls_are_refused():
             call()
     with pytest.raises(AttributeError, match=r"has no module 'layer'; there are: embed_tokens, layers, norm, rope"):
         tree.model.layer  # noqa: B018
+    text = tree.hook("*.input_layernorm.output", lambda name, array: "x")
+    with text, pytest.raises(ConfigError, match=r"returns 'x', expected an array of numbers"):
+        layer(hidden, state=tree.state(8))
     shorter = tree.hook("*.input_layernorm.output", lambda name, array: array[:1])
     with shorter, pytest.raises(ConfigError, match=r"returns the shape \[1, 48\], expected \[3, 48\]"):
         layer(hidden, state=tree.state(8))

@@ -369,14 +369,20 @@ class Dispatcher:
         raise _refused_by_all(use.operator, node, choice, refusals, hint)
 
     def _required(self, operator: str, node: OperatorNode, backend: str, choice: _Choice) -> Form | None:
-        """Return the form that is required for a node. Raises ConfigError if a switch rules it out, or several packages
-        require theirs.
+        """Return the form that is required for a node. Raises ConfigError if a switch rules it out, if it refuses the
+        node, or if several packages require theirs.
         """
         forms = [
             form
             for form in self._registry.plugin_forms(operator)
             if form.requires(node) and not _plugin_refusal(form, node, backend)
         ]
+        for form in self._registry.plugin_forms(operator):
+            if form not in forms and form.runs_for(backend) and form.requires(node):
+                raise ConfigError(
+                    f"node {node.name!r} requires the form {form.name!r} of {form.origin}, which refuses it: "
+                    f"{form.refusal(node)}; repair is_required= or refuses="
+                )
         if len({form.provider for form in forms}) > 1:
             several = " and ".join(f"{form.name!r} of {form.origin}" for form in forms)
             raise ConfigError(f"node {node.name!r} requires several forms: {several}; uninstall all packages but one")
@@ -497,7 +503,7 @@ class Dispatcher:
 
 def _plugin_refusal(form: Form, node: OperatorNode, backend: str) -> str:
     """Return the reason why a form does not run a node in a subgraph of a backend; empty if it does."""
-    if form.backends and backend not in form.backends:
+    if not form.runs_for(backend):
         return f"{form.name} ({form.provider}) is for {' and '.join(form.backends)}, not {backend}"
     refusal = form.refusal(node)
     return refused(form, refusal) if refusal else ""

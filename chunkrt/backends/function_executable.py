@@ -140,6 +140,8 @@ class FunctionExecutable:
             try:
                 results = function(*(values[name] for name in node.inputs), **node.attributes)
                 results = results if isinstance(results, tuple) else (results,)
+                if len(results) != len(node.outputs):
+                    raise ValueError(f"it returned {len(results)} outputs, expected {len(node.outputs)}")
                 for name, result in zip(node.outputs, results, strict=True):
                     values[name] = _checked(result, self._tensors[name], sizes)
             except ChunkrtError:
@@ -159,11 +161,13 @@ def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
     """Return a function's result as a C-contiguous array of the plan's type. Raises ValueError or TypeError if its
     shape or type differs from the plan.
     """
+    if result is None:
+        raise TypeError(f"it returned None, expected the array {tensor.name!r}")
     array = np.asarray(result)
     expected = resolve(tensor.shape, sizes)
     if array.shape != expected:
         raise ValueError(f"it returned {tensor.name!r} of shape {list(array.shape)}, expected {list(expected)}")
-    if not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
+    if array.dtype.kind != np.dtype(tensor.dtype).kind:
         raise TypeError(f"it returned {tensor.name!r} of type {array.dtype}, expected {tensor.dtype}")
     return read_only(np.ascontiguousarray(array, tensor.dtype))
 

@@ -86,6 +86,10 @@ class Form:
         """Source, e.g. "chunkrt.backends.reference" or "chunkrt-torch (chunkrt_torch.norms)"."""
         return f"{self.distribution} ({self.module})" if self.distribution else self.module
 
+    def runs_for(self, backend: str) -> bool:
+        """Return whether the form may run in subgraphs of a backend."""
+        return not self.backends or backend in self.backends
+
     def refusal(self, node: Node) -> str:
         """Return the reason why the form does not accept a node; empty if it does. Raises PartitionError if a plug-in's
         `refuses` fails.
@@ -98,7 +102,7 @@ class Form:
                 f"{self.origin}: refuses= of form {self.name!r} of {self.operator!r} returned {reason!r} for node "
                 f"{node.name!r}, expected a reason, or '' to accept the node; repair it"
             )
-        return reason or ""
+        return " ".join((reason or "").split())  # one line
 
     def requires(self, node: OperatorNode) -> bool:
         """Return whether nothing may replace the form at a node. Raises PartitionError if a plug-in's `is_required`
@@ -193,7 +197,8 @@ class OperatorRegistry:
         for name in (name for name in new.backends if name not in OWN_BACKENDS):
             if name not in BACKENDS_OF_PLUGINS.names:
                 raise ConfigError(f"{start} for {unknown_name('backend', name, backend_names())}")
-        parts = () if new.operator in CALLED else ALL_PARTS
+        is_own = any(not form.is_plugin for form in self._forms.get(new.operator, {}).values())
+        parts = () if new.operator in CALLED else PARTS.get(new.operator, ()) if is_own else ALL_PARTS
         if unknown := [part for part in new.parts if part not in parts]:
             known = f"known parts: {', '.join(sorted(parts))}" if parts else f"{new.operator!r} takes no parts"
             raise ConfigError(f"{start} with the part {unknown[0]!r}; {known}")

@@ -889,11 +889,12 @@ def test_failing_plugin_sampler_factory_is_reported(plugged):
         (lambda x, weight: x, "failed: TypeError: .* unexpected keyword argument 'axis'"),
         (lambda x, weight, **_: x[:, :-1], r"returned '.*' of shape \[3, 47\], expected \[3, 48\]"),
         (lambda x, weight, **_: x[:1], r"returned '.*' of shape \[1, 48\], expected \[3, 48\]"),
-        (lambda x, weight, **_: None, r"returned '.*' of shape \[\], expected \[3, 48\]"),
+        (lambda x, weight, **_: None, "failed: TypeError: it returned None, expected the array 'model.layers.0"),
         (lambda x, weight, **_: x * 1j, r"returned '.*' of type complex\d+, expected float32"),
+        (lambda x, weight, **_: x.astype(np.int64), r"returned '.*' of type int64, expected float32"),
         (lambda x, weight, **_: np.full(x.shape, "1"), r"returned '.*' of type <U1, expected float32"),
         (lambda x, weight, **_: np.multiply(x, 2, out=x), "failed: ValueError: output array is read-only"),
-        (lambda x, weight, **_: (x, x), "failed: ValueError: zip"),
+        (lambda x, weight, **_: (x, x), "failed: ValueError: it returned 2 outputs, expected 1"),
     ],
 )
 def test_error_in_plugin_function_names_the_plugin(plugged, function, message):
@@ -946,6 +947,21 @@ def test_answer_of_refuses_is_checked(decoder, registry):
         PartitionError, match=r"acme-ops .*: refuses= of form 'toy' of 'rms_norm' returned True for node"
     ):
         norms(decoder, registry)
+
+
+def test_required_form_that_refuses_its_node_is_an_error(decoder, registry):
+    add_plugin(registry, "rms_norm", "toy", np.add, is_required=True, refuses=lambda node: "not\ntoday")
+    for ops in (None, "none"):
+        with pytest.raises(ConfigError, match=r"requires the form 'toy' of acme-ops .*, which refuses it: not today; "):
+            all_choices(decoder, dispatcher(decoder, registry, ops), "native")
+    both = registered_operators().copy()
+    add_plugin(both, "rms_norm", "toy", np.add, is_required=True, backends=("reference",))
+    assert {choice.name for choice in all_choices(decoder, dispatcher(decoder, both), "native")} >= {"native"}
+
+
+def test_operator_without_parts_takes_none(registry):
+    with pytest.raises(ConfigError, match=r"with the part 'rope'; 'silu_mul' takes no parts"):
+        add_plugin(registry, "silu_mul", "toy", np.add, parts=("rope",))
 
 
 def test_failing_is_required_is_named(decoder, registry):
