@@ -49,7 +49,7 @@ def test_parallel_rows_in_csv(command):
     def value(name, text):
         if name.startswith("samples"):
             return [int(number) for number in text.split()]
-        if name in ("model", "backend", "scheme", "attention_math", "policy", "affinity"):
+        if name in ("model", "backend", "scheme", "attention_math", "policy", "affinity", "origin"):
             return text
         return float(text) if "." in text else int(text)
 

@@ -108,7 +108,7 @@ def test_command_line_overrides_settings_in_compile(command, write, tmp_path: Pa
         ("chunk_length = 1.5", "chunk_length is 1.5, expected a whole number"),
         ("threads = true", "threads is True, expected a whole number"),
         ("threads = 0", "threads is 0, expected at least 1"),
-        ("policy = 3", "policy is 3, expected text"),
+        ("policy = 3", "policy is 3, expected a name"),
         ('policy = "in_oder"', "did you mean 'in_order'?"),
         ('scheme = "w8a17"', "unknown scheme 'w8a17'"),
         ('soc = "SM8651"', "SM8651"),

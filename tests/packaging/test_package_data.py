@@ -1,21 +1,30 @@
 """Check that a wheel contains all data files of the package, such as the page of `chunkrt report`."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
+PROGRAM = """
+import json
+import setuptools
+from distutils.core import run_setup
 
-@pytest.mark.filterwarnings("default")  # warnings of setuptools
-def test_wheel_has_every_data_file(monkeypatch):
+command = run_setup("setup.py", stop_after="init").get_command_obj("build_py")
+command.ensure_finalized()
+print(json.dumps([f"{folder}/{name}" for _, folder, _, names in command.data_files for name in names]))
+"""
+"""setuptools replaces distutils in a process that has not imported it yet."""
+
+
+def test_wheel_has_every_data_file():
     pytest.importorskip("setuptools", reason="needs setuptools")
-    from distutils.core import run_setup  # setuptools provides it
-
-    monkeypatch.chdir(ROOT)
-    command = run_setup("setup.py", stop_after="init").get_command_obj("build_py")
-    command.ensure_finalized()
-    packed = {Path(folder, name).resolve() for _, folder, _, names in command.data_files for name in names}
+    finished = subprocess.run([sys.executable, "-P", "-c", PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    packed = {(ROOT / path).resolve() for path in json.loads(finished.stdout.splitlines()[-1])}
     code = {".py", ".so", ".pyd", ".pyc"}
     data = {path.resolve() for path in (ROOT / "chunkrt").rglob("*") if path.is_file() and path.suffix not in code}
     assert ROOT / "chunkrt" / "reports" / "page.js" in data
