@@ -241,7 +241,9 @@ class EagerModule:
 
     def __getattr__(self, name: str) -> Any:
         """Return a module below this one, or a list of modules."""
-        found = None if name.startswith("_") else vars(self._module).get(name)
+        if name.startswith("_"):  # a copy asks for such names before it has attributes
+            raise AttributeError(name)
+        found = vars(self._module).get(name)
         if isinstance(found, Module):
             return EagerModule(self._tree, found)
         if isinstance(found, list) and found and all(isinstance(each, Module) for each in found):
@@ -455,10 +457,10 @@ def load(
         ConfigError, ModelError: the model is unknown, damaged or unsupported.
         PartitionError: the backend does not run the scheme.
     """
-    if context_length < 1:
-        raise ConfigError(f"context_length is {context_length}, expected at least 1")
-    if backend not in BACKENDS:
-        raise unknown_name("backend", backend, BACKENDS)
+    if not isinstance(context_length, int | np.integer) or isinstance(context_length, bool) or context_length < 1:
+        raise ConfigError(f"context_length is {context_length!r}, expected a whole number of at least 1")
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise unknown_name("backend", str(backend), BACKENDS)
     if backend == REFERENCE and scheme is not None:
         raise ConfigError(f"scheme is {scheme!r}, and the reference computes without one; choose backend='native'")
     checkpoint, _ = find_checkpoint(os.fspath(model), no_progress)

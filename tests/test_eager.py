@@ -136,6 +136,8 @@ def test_error_of_a_hook_restores_the_state_of_compiled_modules():
 def test_wrong_backends_and_schemes_are_refused():
     for options, message in [
         ({"backend": "qnn"}, "qnn"),
+        ({"backend": None}, "unknown backend 'None'"),
+        ({"context_length": 2.5}, "context_length is 2.5, expected a whole number of at least 1"),
         ({"scheme": "w8a16"}, "scheme is 'w8a16', and the reference computes without one; choose backend='native'"),
         ({"backend": "native", "scheme": "w9"}, "w9"),
     ]:

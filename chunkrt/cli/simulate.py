@@ -289,8 +289,10 @@ def simulate(
     )
     plan, settled = _plan(model, engine, one_of)
     runs_on_npu = is_for_npu and any(subgraph.device == "npu" for subgraph in plan.subgraphs)
-    if overlaps_conversion and not (runs_on_npu and getattr(device, "uses_npu", True)):
-        raise ConfigError("--overlap-conversion has no effect without work on an NPU; omit it")
+    runs_on_npu = runs_on_npu and getattr(device, "uses_npu", True)
+    for flag, is_given in (("--overlap-conversion", overlaps_conversion), ("--power-mode", power_mode is not None)):
+        if is_given and not runs_on_npu:
+            raise ConfigError(f"{flag} has no effect without work on an NPU; omit it")
     if options.arrivals is not None:
         if overlaps_conversion:
             raise ConfigError("--overlap-conversion has no effect with --arrivals; omit it")

@@ -268,9 +268,10 @@ def _print_searched(tuned: Tuned) -> None:
                 table.append([*sizes, *figures, above, setup.attention, setup.partition, how])
         _print_table(table, 8)
     if tuned.gap is not None:
+        limit = "" if tuned.memory_bytes is None else ", without the memory limit"
         click.echo(
             f"the objective of the choice is within {max(0.0, tuned.gap):.1%} of a lower bound over all partitions, "
-            "policies and chunks in flight"
+            f"policies and chunks in flight{limit}"
         )
 
 

@@ -35,6 +35,7 @@ class Placed(Protocol):
 
 ALL_ON_CPU: Placement = {"": "cpu"}
 
+MOST_DIGITS = 9
 LAYERS = "layers="
 """Prefix of a text that lists the decoder layers for the NPU."""
 
@@ -55,8 +56,8 @@ def read_placement(path: Path) -> Placement:
 def layers_placement(text: str) -> Placement:
     """Return the placement of a text that begins with LAYERS. Raise ConfigError unless numbers follow."""
     numbers = text.removeprefix(LAYERS).split(",")
-    if not all(number.strip().isdecimal() for number in numbers):
-        raise ConfigError(f"the placement is {text!r}, expected numbers of layers, as in layers=0,15")
+    if not all(number.strip().isdecimal() and len(number) <= MOST_DIGITS for number in numbers):
+        raise ConfigError(f"the placement is {text!r:.80}, expected numbers of layers, as in layers=0,15")
     return {"model.layers.*": "cpu", **{f"model.layers.{int(number)}": "npu" for number in numbers}}
 
 

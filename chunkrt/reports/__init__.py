@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from chunkrt.engine.arguments import require_path
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable, written_aside
 from chunkrt.reports.formats import Source
@@ -30,10 +31,14 @@ def report(
         ConfigError: there are no sources; a source cannot be read, is damaged or of an unknown kind; or the page cannot
             be written.
     """
-    path = Path(output)
+    path = Path(require_path("output", output))
     check_page(path)
-    if isinstance(sources, str | os.PathLike):
+    if not isinstance(title, str):
+        raise ConfigError(f"title is {title!r:.80}, expected text")
+    if isinstance(sources, str | os.PathLike) or not isinstance(sources, Iterable):
         raise ConfigError(f"sources is {sources!r:.80}, expected a list; put it in brackets")
+    if isinstance(sources, Mapping) and (wrong := [name for name in sources if not isinstance(name, str)]):
+        raise ConfigError(f"sources has the name {wrong[0]!r:.80}, expected text")
     found: list[Source] = []
     if isinstance(sources, Mapping):
         found += [source_of(source, name) for name, source in sources.items()]

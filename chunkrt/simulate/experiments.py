@@ -50,12 +50,13 @@ from chunkrt.graph.placement import Placed, Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.pictures import Panel, PlotPoint, draw_panels, html_table
 from chunkrt.progress import find_progress
-from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme, find_scheme
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme
 from chunkrt.runtime.affinity import available_cores
 from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask
 from chunkrt.simulate.models import is_weightless, plan_weightless
+from chunkrt.simulate.simulator import known_scheme
 
 T = TypeVar("T")
 
@@ -653,7 +654,7 @@ def attention_options(attention: str) -> EngineOptions:
 def with_shadow(name: str, shadow: str | None) -> Scheme:
     """Return a scheme, with shadows if some are given."""
     if shadow in (None, "none"):
-        return find_scheme(name)
+        return known_scheme(name)
     if shadow == "auto":
         raise ConfigError("shadow is 'auto', which a search over weights decides; name the layers, or use 'all'")
     return choose_recipe(EngineOptions(npu="qnn", scheme=name, shadow=shadow), name).scheme

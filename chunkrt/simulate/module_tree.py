@@ -38,7 +38,9 @@ class PlacedModule:
 
     def __getattr__(self, name: str) -> Any:
         """Return a module below this one, or a list of modules."""
-        found = None if name.startswith("_") else vars(self._module).get(name)
+        if name.startswith("_"):  # a copy asks for such names before it has attributes
+            raise AttributeError(name)
+        found = vars(self._module).get(name)
         if isinstance(found, Module):
             return PlacedModule(self._tree, found)
         if isinstance(found, list) and found and all(isinstance(each, Module) for each in found):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from chunkrt.backends.qnn.socs import SOCS, find_soc
 from chunkrt.errors import ConfigError, unknown_name
@@ -29,6 +29,15 @@ DEVICES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 OPERATORS = ("linear_a8", "linear_a16", "linear_float", "attention", "other")
 """Kinds of operators: linears by the bits of their activations, attention, and other operators (norms, look-ups,
 ...)."""
+
+
+ABOVE_0 = (
+    *("gb_per_s", "gops", "g_per_s", "tile_rows", "fast_mb", ".clock", ".bandwidth"),
+    *("thermal.c_per_w", "thermal.j_per_c"),
+)
+"""Ends of the names of parameters that must not be 0."""
+LEAST_CLOCK = 0.02
+MOST_MODEL_ERROR = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +240,7 @@ def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile
     if name.endswith(".toml"):
         return read_profile(Path(name))
     soc_name, plus, software = name.partition("+")
+    is_known = bool(find_facts(soc_name))
     if plus and software in SOFTWARE and (known := find_facts(soc_name)):
         return composed_profile(*known, software_table(software), place=name)
     with suppress(ConfigError):
@@ -241,7 +251,9 @@ def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile
     if known := find_facts(name):
         return composed_profile(*known, software_table(DEFAULT_SOFTWARE), place=name)
     hint = f"available: {', '.join(DEVICES)}; an SoC with a software, as in SM8850+genie; or a profile's TOML file"
-    raise unknown_name("device", name, [*DEVICES, *(f"{soc_name}+{s}" for s in SOFTWARE)], hint=hint)
+    if plus and software in SOFTWARE:
+        raise unknown_name("SoC", soc_name, list(soc_facts()))
+    raise unknown_name("device", name, [*DEVICES, *(f"{soc_name}+{s}" for s in SOFTWARE if is_known)], hint=hint)
 
 
 def composed_profile(soc: str, facts: Mapping[str, Any], software: Mapping[str, Any], *, place: str) -> DeviceProfile:
@@ -280,8 +292,12 @@ def _checked(table: Mapping[str, Any], path: str, known_socs: Sequence[str]) -> 
             if operator not in operators:
                 raise ConfigError(f"{path}: the table '{name}.operators.{operator}' is missing")
     for key in sources:
-        if key.endswith(("gb_per_s", "gops", "g_per_s", "tile_rows", "fast_mb")) and _lookup(profile, key) == 0:
-            raise ConfigError(f"{path}: {key} is 0, expected a speed above 0")
+        if key.endswith(ABOVE_0) and _lookup(profile, key) == 0:
+            raise ConfigError(f"{path}: {key} is 0, expected a number above 0")
+        if key.endswith("throttle.least") and not LEAST_CLOCK <= cast(float, _lookup(profile, key)) <= 1:
+            raise ConfigError(f"{path}: {key} is {_lookup(profile, key)}, expected {LEAST_CLOCK} to 1")
+    if profile.model_error is not None and profile.model_error > MOST_MODEL_ERROR:
+        raise ConfigError(f"{path}: model_error is {profile.model_error:g}, expected at most {MOST_MODEL_ERROR:g}")
     return replace(profile, sources=sources)
 
 

@@ -55,7 +55,7 @@ ON_CPU = "cpu"
 
 
 def cost_of(objective: Objective, times_ms: Sequence[float], joules: float | None) -> float:
-    """Return the quantity to minimise. Without power figures it is the time.
+    """Return the quantity to minimise. Without power figures, also if all are 0, it is the time.
 
     Args:
         times_ms: time to the first token of every prompt.
@@ -64,7 +64,7 @@ def cost_of(objective: Objective, times_ms: Sequence[float], joules: float | Non
     if objective == "p95":
         return percentile(times_ms, 0.95)
     time_ms = geometric_mean(times_ms)
-    if joules is None:
+    if not joules:
         return time_ms
     exponents = {"time": (1.0, ENERGY_EXPONENT), "energy": (0.0, 1.0), "edp": (1.0, 1.0)}
     of_time, of_energy = exponents[objective]

@@ -18,6 +18,7 @@ NOTICED = 0.99
 """Share of the full rate below which a prompt counts as throttled."""
 
 MOST_MINUTES = 1440
+LEAST_CELSIUS, MOST_CELSIUS = -50.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,11 @@ def sustain(
         )
     if not 0 < minutes <= MOST_MINUTES:
         raise ConfigError(f"--minutes is {minutes:g}, expected a number above 0 and up to {MOST_MINUTES}")
+
+    if start_c is not None and not LEAST_CELSIUS <= start_c <= MOST_CELSIUS:
+        raise ConfigError(
+            f"--start-celsius is {start_c:g}, expected {LEAST_CELSIUS:g} to {MOST_CELSIUS:g} degrees Celsius"
+        )
 
     @cache
     def at(npu: float, cpu: float) -> Simulation:

@@ -137,4 +137,4 @@ def _parameter(found: Any, place: str, path: str, sources: dict[str, Source]) ->
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

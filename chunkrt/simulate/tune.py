@@ -259,12 +259,15 @@ def tune(
     prompt_lengths = list(prompt_lengths)
     partitions: dict[str, Placement] = {NATURAL: PARTITIONS[NATURAL]}
     left_out: dict[str, str] = {}
+    has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
+    if placements and not has_npu:
+        raise ConfigError(f"{device.name} leaves the NPU idle, so placements make no difference; omit them")
     if fixed.reason and placements:
         raise ConfigError(f"{fixed.reason}; its placement is fixed too, omit other placements")
     shadowed = with_shadow(scheme, shadow)
     [plan] = plans_of(model, [{}], progress, shadowed)
     plans = {NATURAL: plan}
-    if not fixed.reason:
+    if not fixed.reason and has_npu:
         wanted = {**partitions_of(plan), **(placements or {})}
         plans = dict(zip(wanted, plans_of(model, list(wanted.values()), progress, shadowed), strict=True))
         left_out = _refused(plans, shadowed)
@@ -274,7 +277,7 @@ def tune(
 
     def parts() -> Iterator[_Part]:
         yield ON_CPU, partitions, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
-        if not fixed.is_measured:
+        if not fixed.is_measured and has_npu:
             for attention in fixed.attentions or _attentions(plan, prompt_lengths):
                 if able := _with_attention(partitions, plans, attention, max(lengths), shadowed):
                     yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
@@ -305,7 +308,7 @@ def tune(
     choices = [choice for part in parts() for choice in simulated(part, lengths)]
     searched: list[SearchedPartition] = []
     bound, num_searched = None, 0
-    if not fixed.reason and isinstance(device, DeviceProfile):
+    if not fixed.reason and isinstance(device, DeviceProfile) and has_npu:
         search = PartitionSearch(plan, shadowed, device, prompt_lengths, objective, memory_bytes)
         costs = [c.cost(objective) for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
         usable = dict.fromkeys(choice.attention for choice in choices)

@@ -47,7 +47,9 @@ def test_list_of_layers_places_all_other_layers_on_the_cpu(decoder):
     assert decoder.lm_head.device == "cpu"
 
 
-@pytest.mark.parametrize("text", ["layers=", "layers=a", "layers=0,,1", "layers=-1", "layers=1.5", "layers=0-3"])
+@pytest.mark.parametrize(
+    "text", ["layers=", "layers=a", "layers=0,,1", "layers=-1", "layers=1.5", "layers=0-3", "layers=" + "1" * 5000]
+)
 def test_list_that_is_not_of_numbers_is_refused(text):
     with pytest.raises(ConfigError, match="expected numbers of layers, as in layers=0,15"):
         layers_placement(text)

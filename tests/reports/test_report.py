@@ -346,6 +346,14 @@ def test_report_takes_objects_and_names_them(folder):
     for wrong in ([], [3], [[]], "run.json", [[3, 4]]):
         with pytest.raises(chunkrt.ChunkrtError, match="source"):
             chunkrt.report(wrong, folder / "report.html")
+    for sources, output, title in [
+        (None, "a.html", "t"),
+        ({5: rows}, "a.html", "t"),
+        ([rows], None, "t"),
+        ([rows], "a.html", None),
+    ]:
+        with pytest.raises(chunkrt.ChunkrtError, match="expected"):
+            chunkrt.report(sources, output, title=title)
 
 
 def test_equal_files_give_identical_reports(made, report, folder):

@@ -1,5 +1,7 @@
 """Module trees: modules are placed as objects, and the plan follows."""
 
+import copy
+
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
@@ -56,6 +58,13 @@ def test_tree_serves_as_a_placement_of_engines_and_experiments():
     with chunkrt.load(GGUF, placement=tree) as engine, engine.session() as session:
         assert engine.plan.subgraphs == tree.plan("w8a8-dynamic").subgraphs
         assert np.isfinite(session.prefill([1, 2, 3]).logits).all()
+
+
+def test_copy_of_a_tree_is_placed_by_itself():
+    tree = chunkrt.graph.load_module(GGUF)
+    other = copy.deepcopy(tree)
+    other.model.layers[0].mlp.down_proj.to("cpu")
+    assert (tree.placement, other.placement) == ({}, {"model.layers.0.mlp.down_proj": "cpu"})
 
 
 def test_wrong_trees_and_modules_are_one_clear_line(tmp_path):

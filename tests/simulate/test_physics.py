@@ -182,7 +182,11 @@ def test_an_interval_combines_the_errors_of_model_and_parameters(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("ends", "message"),
-    [("[7000, 8000]", "expected ends above 0 around the value 6500"), ("[6000]", "expected two numbers")],
+    [
+        ("[7000, 8000]", "expected ends above 0 around the value 6500"),
+        ("[6000]", "expected two numbers"),
+        ("[1, inf]", "two numbers"),
+    ],
 )
 def test_a_wrong_range_is_refused_by_its_key(tmp_path: Path, ends: str, message: str) -> None:
     text = (Path(profile_module.__file__).parent / "devices" / "sd8gen3.toml").read_text(encoding="utf-8")

@@ -77,7 +77,14 @@ def test_unpublished_numbers_are_marked_as_guesses(name: str) -> None:
         (
             "gops = { value = 10000",
             "gops = { value = 0",
-            "npu.operators.linear_float.gops is 0, expected a speed above 0",
+            "npu.operators.linear_float.gops is 0, expected a number above 0",
+        ),
+        ("model_error = { value = 0.5", "model_error = { value = 1e6", "model_error is 1e+06, expected at most 3"),
+        (
+            'name = "Snapdragon 8 Gen 3"',
+            'name = "a phone"\nmodes.slow.clock = { value = 0, source = "s" }\n'
+            'modes.slow.bandwidth = { value = 1, source = "s" }\nmodes.slow.watts = { value = 1, source = "s" }',
+            "modes.slow.clock is 0, expected a number above 0",
         ),
         ('name = "Snapdragon 8 Gen 3"', "name = 3", "name is 3, expected str"),
         ('name = "Snapdragon 8 Gen 3"', "", "the key 'name' is missing"),

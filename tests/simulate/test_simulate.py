@@ -278,6 +278,15 @@ def test_the_command_prints_a_table() -> None:
         (["gemma-2", "--device", "sd8gen3"], "built-in shapes are allam-7b, "),
         (["gemma-2b", "--device", "sd8gen3", "--scheme", "float", "--overlap-conversion"], "without work on an NPU"),
         (["gemma-2b", "--device", "SM8650+llama.cpp", "--overlap-conversion"], "without work on an NPU; omit it"),
+        (
+            ["gemma-2b", "--device", "SM8850+llama.cpp", "--power-mode", "balanced"],
+            "--power-mode has no effect without",
+        ),
+        (["gemma-2b", "--device", "SM9999+genie"], "unknown SoC 'SM9999'"),
+        *(
+            (["gemma-2b", "--device", "SM8850+genie", "--minutes", "1", "--start-celsius", text], "expected -50 to 120")
+            for text in ("-400", "1e9")
+        ),
     ],
 )
 def test_a_wrong_command_is_refused(arguments: list[str], message: str) -> None:

@@ -233,6 +233,21 @@ def test_every_partition_is_one_of_any_family(name: str) -> None:
     assert len({c.times_ms for c in found.choices if c.partition not in (NATURAL, "norms on cpu")}) > 5
 
 
+def test_a_device_with_an_idle_npu_is_tuned_for_its_cpu() -> None:
+    found = tune(SMALL, "SM8850+llama.cpp", prompt_lengths=[64], chunk_lengths=[32, 64], workers=1)
+    assert {(choice.attention, choice.partition) for choice in found.choices} == {("cpu", NATURAL)}
+    assert found.best.time_ms == min(choice.time_ms for choice in found.choices)
+
+
+def test_without_power_figures_the_objective_is_the_time() -> None:
+    device = find_device("sd8gen3")
+    idle = {"npu": replace(device.npu, busy_watts=0.0), "cpu": replace(device.cpu, busy_watts=0.0)}
+    device = replace(device, **idle, idle_watts=0.0, memory=replace(device.memory, pj_per_byte=0.0))
+    found = tune(SMALL, device, prompt_lengths=[64], chunk_lengths=[32], workers=1)
+    assert found.best.time_ms <= 1.01 * min(choice.time_ms for choice in found.choices)
+    assert found.gap is not None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -243,6 +258,8 @@ def test_every_partition_is_one_of_any_family(name: str) -> None:
         ({"chunk_lengths": [0]}, "chunk_lengths: 0"),
         ({"chunk_lengths": []}, "chunk_lengths is empty"),
         ({"placements": {"mine": {"lm_haed": "npu"}}}, "did you mean 'lm_head'"),
+        ({"scheme": "mixed"}, "depends on a search over a model's weights"),
+        ({"device": "SM8850+llama.cpp", "placements": {"mine": {}}}, "leaves the NPU idle, so placements make no"),
     ],
 )
 def test_bad_input_is_one_clear_line(options: dict[str, object], message: str) -> None:
