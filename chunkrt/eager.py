@@ -38,7 +38,7 @@ from chunkrt.engine.roles import check_runs, open_backends
 from chunkrt.engine_directory.manifest import open_weights, read_manifest
 from chunkrt.errors import BackendError, ConfigError, PartitionError, unknown_name
 from chunkrt.files import no_progress
-from chunkrt.graph.modules import Module
+from chunkrt.graph.modules import Module, ModuleView
 from chunkrt.graph.operators import is_dynamic
 from chunkrt.graph.ops import Trace
 from chunkrt.graph.partition import Planned, plan_node
@@ -228,36 +228,17 @@ def _by_rows(nodes: Sequence[Node], tensors: Mapping[str, Tensor]) -> list[list[
     return [list(group) for _, group in groupby(nodes, key=lambda node: tensors[node.outputs[0]].shape[0])]
 
 
-class EagerModule:
+class EagerModule(ModuleView):
     """A module of a decoder that is called on arrays. Attributes with modules, and lists of them, are those of the
     decoder's tree.
     """
 
     def __init__(self, tree: Tree, module: Module) -> None:
-        self._tree, self._module = tree, module
+        super().__init__(module)
+        self._tree = tree
 
-    def __repr__(self) -> str:
-        return f"{type(self._module).__name__}({self.path or 'decoder'!r})"
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a module below this one, or a list of modules."""
-        if name.startswith("_"):  # a copy asks for such names before it has attributes
-            raise AttributeError(name)
-        found = vars(self._module).get(name)
-        if isinstance(found, Module):
-            return EagerModule(self._tree, found)
-        if isinstance(found, list) and found and all(isinstance(each, Module) for each in found):
-            return [EagerModule(self._tree, each) for each in found]
-        names = sorted({child.partition(".")[0] for child, _ in self._module.children()})
-        raise AttributeError(f"{self!r} has no module {name!r}; there are: {', '.join(names) or 'none'}")
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *{child.partition(".")[0] for child, _ in self._module.children()}]
-
-    @property
-    def path(self) -> str:
-        """Path of the module in the tree; empty for the decoder."""
-        return self._module.path
+    def _view(self, module: Module) -> EagerModule:
+        return EagerModule(self._tree, module)
 
     def __call__(self, *inputs: ArrayLike, state: State | None = None) -> Any:
         """Compute the module.

@@ -373,15 +373,13 @@ class Dispatcher:
         node, or if several packages require theirs.
         """
         forms = [
-            form
-            for form in self._registry.plugin_forms(operator)
-            if form.requires(node) and not _plugin_refusal(form, node, backend)
+            form for form in self._registry.plugin_forms(operator) if form.runs_for(backend) and form.requires(node)
         ]
-        for form in self._registry.plugin_forms(operator):
-            if form not in forms and form.runs_for(backend) and form.requires(node):
+        for form in forms:
+            if refusal := form.refusal(node):
                 raise ConfigError(
                     f"node {node.name!r} requires the form {form.name!r} of {form.origin}, which refuses it: "
-                    f"{form.refusal(node)}; repair is_required= or refuses="
+                    f"{refusal}; repair is_required= or refuses="
                 )
         if len({form.provider for form in forms}) > 1:
             several = " and ".join(f"{form.name!r} of {form.origin}" for form in forms)

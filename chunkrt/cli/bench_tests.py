@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import psutil
 
 from chunkrt import __version__
 from chunkrt.backends.native.cpu import cpu_info
+from chunkrt.engine.deploy import peak_memory_bytes
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
@@ -363,16 +362,6 @@ def _llama_bench(engine: Engine, model: str) -> dict[str, Any]:
         "embeddings": False,
         "no_op_offload": 0,
     }
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak memory of this process, in bytes."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 MOST_SEQUENCES = 4096

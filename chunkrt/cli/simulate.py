@@ -18,7 +18,7 @@ from chunkrt.cli.plan import compiled_options, placement_of, read_model
 from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.shared_options import engine_fields, refuse_without, settings_option, verbose_option
 from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
@@ -288,8 +288,8 @@ def simulate(
         ),
     )
     plan, settled = _plan(model, engine, one_of)
-    runs_on_npu = is_for_npu and any(subgraph.device == "npu" for subgraph in plan.subgraphs)
-    runs_on_npu = runs_on_npu and getattr(device, "uses_npu", True)
+    can_use_npu = is_for_npu and (isinstance(device, MeasuredProfile) or device.uses_npu)
+    runs_on_npu = can_use_npu and any(subgraph.device == "npu" for subgraph in plan.subgraphs)
     for flag, is_given in (("--overlap-conversion", overlaps_conversion), ("--power-mode", power_mode is not None)):
         if is_given and not runs_on_npu:
             raise ConfigError(f"{flag} has no effect without work on an NPU; omit it")
@@ -391,8 +391,7 @@ def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> 
     if chunk_length > plan.context_length:  # the simulator refuses it
         return {}
     context_length = options.context_length or plan.context_length
-    found = near_plans(plan, placement_of(model, options), options, context_length, chunk_length)
-    return {near.reach: near.plan for near in found}
+    return near_by_reach(plan, placement_of(model, options), options, context_length, chunk_length)
 
 
 def _lengths(option: str, text: str) -> list[int]:

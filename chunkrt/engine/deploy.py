@@ -140,13 +140,13 @@ def compile_engine(
         "model": manifest.model,
         "scheme": scheme.name,
         "bytes": sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
-        "peak_memory_bytes": _peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory_bytes(),
         "npu": [{**asdict(target), "contexts": len({*contexts.values()})} for target, contexts in compiled.items()],
     }
 
 
-def _peak_memory_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
+def peak_memory_bytes() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     with suppress(OSError):  # without procfs

@@ -86,13 +86,20 @@ def near_plans(
     return found
 
 
+def near_by_reach(
+    plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
+) -> dict[int, Plan]:
+    """Return the plans of `near_plans` by the last position at which a chunk may begin."""
+    return {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
+
+
 def npu_plans(
     plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
 ) -> dict[int, Plan]:
     """Map the last position at which a chunk may begin to each plan that an engine compiles for the NPU. The errors are
     those of `near_plans`.
     """
-    plans = {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
+    plans = near_by_reach(plan, placement, options, context_length, chunk_length)
     return plans if context_length in plans else plans | {context_length: plan}
 
 

@@ -256,6 +256,40 @@ class Parameter:
 OUTSIDE = "is not in the module tree; assign it, or a list of modules, to an attribute of its parent"
 
 
+class ModuleView:
+    """A module of a tree for users. Attributes with modules, and lists of them, are those of the decoder's tree."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __repr__(self) -> str:
+        return f"{type(self._module).__name__}({self.path or 'decoder'!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a module below this one, or a list of modules."""
+        if name.startswith("_"):  # a copy asks for such names before it has attributes
+            raise AttributeError(name)
+        found = vars(self._module).get(name)
+        if isinstance(found, Module):
+            return self._view(found)
+        if isinstance(found, list) and found and all(isinstance(each, Module) for each in found):
+            return [self._view(each) for each in found]
+        names = sorted({child.partition(".")[0] for child, _ in self._module.children()})
+        raise AttributeError(f"{self!r} has no module {name!r}; there are: {', '.join(names) or 'none'}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *{child.partition(".")[0] for child, _ in self._module.children()}]
+
+    @property
+    def path(self) -> str:
+        """Path of the module in the tree; empty for the decoder."""
+        return self._module.path
+
+    def _view(self, module: Module) -> Self:
+        """Return the view of another module of the tree."""
+        raise NotImplementedError
+
+
 class Module:
     """A node of the module tree. A module, a list of modules or a parameter joins the tree when it is assigned to an
     attribute.

@@ -39,7 +39,7 @@ from typing import Any, Literal, TypeVar
 
 from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
@@ -638,7 +638,7 @@ def near_plans_of(plan: Plan, placement: Placement, attention: str, chunk_length
         ConfigError: the NPU cannot compute any attention of the plan.
     """
     options = attention_options(attention)
-    return {near.reach: near.plan for near in near_plans(plan, placement, options, plan.context_length, chunk_length)}
+    return near_by_reach(plan, placement, options, plan.context_length, chunk_length)
 
 
 def attention_options(attention: str) -> EngineOptions:

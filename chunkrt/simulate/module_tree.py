@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
 from chunkrt.checkpoints.config_only import ConfigSource, find_config
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.files import Progress
-from chunkrt.graph.modules import Module
+from chunkrt.graph.modules import Module, ModuleView
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Place, Plan
 from chunkrt.progress import find_progress
@@ -27,34 +27,15 @@ from chunkrt.simulate.models import find_model_shape
 from chunkrt.simulate.shape import Shape
 
 
-class PlacedModule:
+class PlacedModule(ModuleView):
     """A module of a decoder. Attributes with modules, and lists of them, are those of the decoder's tree."""
 
     def __init__(self, tree: ModuleTree, module: Module) -> None:
-        self._tree, self._module = tree, module
+        super().__init__(module)
+        self._tree = tree
 
-    def __repr__(self) -> str:
-        return f"{type(self._module).__name__}({self.path or 'decoder'!r})"
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a module below this one, or a list of modules."""
-        if name.startswith("_"):  # a copy asks for such names before it has attributes
-            raise AttributeError(name)
-        found = vars(self._module).get(name)
-        if isinstance(found, Module):
-            return PlacedModule(self._tree, found)
-        if isinstance(found, list) and found and all(isinstance(each, Module) for each in found):
-            return [PlacedModule(self._tree, each) for each in found]
-        names = sorted({child.partition(".")[0] for child, _ in self._module.children()})
-        raise AttributeError(f"{self!r} has no module {name!r}; there are: {', '.join(names) or 'none'}")
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *{child.partition(".")[0] for child, _ in self._module.children()}]
-
-    @property
-    def path(self) -> str:
-        """Path of the module in the tree; empty for the decoder."""
-        return self._module.path
+    def _view(self, module: Module) -> PlacedModule:
+        return PlacedModule(self._tree, module)
 
     def to(self, device: Place) -> Self:
         """Place this module and all modules below it on "npu" or "cpu". A later call overrides earlier ones.

@@ -37,6 +37,7 @@ ABOVE_0 = (
 )
 """Ends of the names of parameters that must not be 0."""
 LEAST_CLOCK = 0.02
+"""Least share of the clock of a throttled processor; `sustained` rounds clocks to multiples of it."""
 MOST_MODEL_ERROR = 3.0
 
 
@@ -240,7 +241,6 @@ def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile
     if name.endswith(".toml"):
         return read_profile(Path(name))
     soc_name, plus, software = name.partition("+")
-    is_known = bool(find_facts(soc_name))
     if plus and software in SOFTWARE and (known := find_facts(soc_name)):
         return composed_profile(*known, software_table(software), place=name)
     with suppress(ConfigError):
@@ -253,7 +253,8 @@ def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile
     hint = f"available: {', '.join(DEVICES)}; an SoC with a software, as in SM8850+genie; or a profile's TOML file"
     if plus and software in SOFTWARE:
         raise unknown_name("SoC", soc_name, list(soc_facts()))
-    raise unknown_name("device", name, [*DEVICES, *(f"{soc_name}+{s}" for s in SOFTWARE if is_known)], hint=hint)
+    composed = [f"{soc_name}+{each}" for each in SOFTWARE] if find_facts(soc_name) else []
+    raise unknown_name("device", name, [*DEVICES, *composed], hint=hint)
 
 
 def composed_profile(soc: str, facts: Mapping[str, Any], software: Mapping[str, Any], *, place: str) -> DeviceProfile:

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 from chunkrt.errors import ConfigError
-from chunkrt.simulate.profile import DeviceProfile
+from chunkrt.simulate.profile import LEAST_CLOCK, DeviceProfile
 from chunkrt.simulate.simulator import Simulation
 
-STEPS = 50
+STEPS = round(1 / LEAST_CLOCK)
 """Number of clocks between 0 and the full clock for which a prompt is simulated."""
 
 NOTICED = 0.99
