@@ -67,7 +67,7 @@ class _Clocked:
 
     def __init__(self, engine: Engine, plan: Plan, chunk_length: int, threads: int) -> None:
         self._times = StepTimes()
-        backend = NativeBackend(threads, times=self._times)
+        backend = NativeBackend(threads, engine.attention_math, times=self._times)
         executor = Executor(
             plan,
             {

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <functional>
 
+#include "kernels/attention/tiled_cache.h"
+
 namespace chunkrt {
 namespace {
 
@@ -38,7 +40,7 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
       operations.narrow(values, reinterpret_cast<std::uint16_t*>(row), args.head_dim);
       return;
     case CacheType::bfloat16:
-      return;  // store_tiled
+      return;  // append_tiled
     case CacheType::int8:
       store_int8(values, args.head_dim, operations.quantize, row, scratch);
   }
@@ -125,6 +127,10 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
 
 void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
                     const AttentionOperations& operations) {
+  if (args.cache_type == CacheType::bfloat16) {
+    append_tiled(args, begin, end, scratch);
+    return;
+  }
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
   float* const roped = scratch;
   float* const quantized = scratch + args.head_dim;
@@ -141,11 +147,6 @@ void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t en
       if (const float* const bias = key_bias(args, head)) {
         std::transform(key, key + args.head_dim, bias, roped, std::minus<>());
         key = roped;
-      }
-      if (args.cache_type == CacheType::bfloat16) {
-        store_tiled(args, head, position, key, value, operations.round,
-                    reinterpret_cast<std::uint16_t*>(quantized));
-        continue;
       }
       store(args, args.key_cache, offset, key, quantized, operations);
       store(args, args.value_cache, offset, value, quantized, operations);

@@ -4,7 +4,6 @@
 
 #include "kernels/attention/int8_cache.h"
 #include "kernels/attention/queries.h"
-#include "kernels/attention/tiled_cache.h"
 #include "kernels/elementwise/elementwise.h"
 
 namespace chunkrt {
@@ -39,7 +38,6 @@ struct AttentionOperations {
                std::size_t rotary_dim, float scale, float* out);
   // float32 to IEEE 754 binary16, to nearest even.
   void (*narrow)(const float* input, std::uint16_t* out, std::size_t count);
-  RoundFunction* round;
   WidenFunction* widen;
   QuantizeFunction* quantize;
   DequantizeFunction* dequantize;

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "kernels/attention/blocked.h"
-#include "kernels/attention/round_bfloat.h"
+#include "kernels/attention/seen_scores.h"
 #include "kernels/lanes/exp.h"
 #include "kernels/list.h"
 
@@ -58,22 +58,6 @@ void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, f
     const Floats added = bias == nullptr ? all(0.0f) : load(bias + i, rest);
     store(out + i, multiply_add(load_bytes(values + i, rest), scales, added), rest);
   }
-}
-
-// Caps the scores of the keys [first, visible), and of others in their groups of 16.
-void cap_scores(float* scores, std::size_t first, std::size_t visible, float soft_cap) {
-  const Floats cap = all(soft_cap), inverse = all(1.0f / soft_cap);
-  for (std::size_t key = first / kLanes * kLanes; key < visible; key += kLanes) {
-    store(scores + key, hyperbolic_tangent(load(scores + key) * inverse) * cap);
-  }
-}
-
-// The scores of 16 adjacent keys from `key` on, with -inf for keys outside of [first, visible).
-CHUNKRT_LANES Floats load_seen(const float* scores, std::size_t key, std::size_t first, std::size_t visible) {
-  if (first <= key && key + kLanes <= visible) return load(scores + key);
-  const int offset = static_cast<int>(key);
-  const Mask is_seen = lanes_between(static_cast<int>(first) - offset, static_cast<int>(visible) - offset);
-  return select(is_seen, load(scores + key), all(-INFINITY));
 }
 
 // A tile of queries by keys, then by columns, keeps its sums in registers.
@@ -214,7 +198,6 @@ void transpose_keys(const float* keys, std::size_t num_keys, std::size_t head_di
 
 constexpr AttentionOperations kOperations = {.rope = rope,
                                              .narrow = narrow,
-                                             .round = round_plainly,
                                              .widen = CHUNKRT_NAME(widen_f32_f16),
                                              .quantize = CHUNKRT_NAME(quantize_s8row_f32),
                                              .dequantize = dequantize,

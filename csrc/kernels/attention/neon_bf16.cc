@@ -17,6 +17,7 @@ namespace chunkrt {
 namespace {
 
 constexpr std::size_t kColumns = 8;        // columns of a tile of sums
+constexpr std::size_t kJoinedRows = 2 * kRowsPerTile;
 constexpr std::size_t kMostRowPairs = 4;   // pairs of rows of a tile of sums: 16 of 32 registers
 constexpr std::size_t kJoinedDepth = 128;  // depth that is multiplied before sums pass through memory
 
@@ -54,7 +55,7 @@ class JoinedRows {
 
  private:
   std::size_t depth_ = 0;
-  alignas(64) std::uint16_t joined_[kRowsAtOnce * kJoinedDepth];
+  alignas(64) std::uint16_t joined_[kJoinedRows * kJoinedDepth];
 };
 
 struct Matrices {
@@ -128,6 +129,8 @@ constexpr std::array<void (*)(Matrices), sizeof...(I)> functions(std::index_sequ
 
 class MatrixProducts {
  public:
+  static constexpr std::size_t kRowsAtOnce = kJoinedRows;
+
   void score(const std::uint16_t* queries, std::size_t num_rows, const std::uint16_t* keys, std::size_t depth,
              std::size_t end_key, float* scores) {
     for (std::size_t d = 0; d < depth; d += kJoinedDepth) {

@@ -41,37 +41,32 @@ struct FusedPairs {
   }
 };
 
-// Operands of rows x columns sums of products: `left` is [rows, 2 * num_pairs], and `right` is
-// [columns / 16, num_pairs, 16, 2], where the strides are the distances of rows, and of 16 columns.
-struct PairMatrices {
-  const std::uint16_t* left;
-  std::size_t left_stride;
-  const std::uint16_t* right;
-  std::size_t right_stride;
+// Strides of rows x columns sums of products of `left` [rows, 2 * num_pairs] and `right` [columns / 16,
+// num_pairs, 16, 2]: the distances of rows, and of 16 columns.
+struct PairStrides {
+  std::size_t left, right, sums;
   std::size_t num_pairs;
-  float* sums;
-  std::size_t sums_stride;
   bool begin_at_zero;  // otherwise the products are added to the sums
 };
 
 template <typename Pairs, std::size_t M, std::size_t V>
-[[gnu::noinline]] void add_pairs(PairMatrices of) {
+[[gnu::noinline]] void add_pairs(const std::uint16_t* left, const std::uint16_t* right, float* out,
+                                 const PairStrides& strides) {
   Floats sums[M][V];
 #pragma GCC unroll 12
   for (std::size_t m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (std::size_t v = 0; v < V; ++v) {
-      sums[m][v] = of.begin_at_zero ? all(0.0f) : load(of.sums + m * of.sums_stride + v * kLanes);
+      sums[m][v] = strides.begin_at_zero ? all(0.0f) : load(out + m * strides.sums + v * kLanes);
     }
   }
-  const std::uint16_t *left = of.left, *right = of.right;
-  for (std::size_t pair = 0; pair < of.num_pairs; ++pair, left += 2, right += 2 * kLanes) {
+  for (std::size_t pair = 0; pair < strides.num_pairs; ++pair, left += 2, right += 2 * kLanes) {
     typename Pairs::Operand columns[V];
 #pragma GCC unroll 4
-    for (std::size_t v = 0; v < V; ++v) columns[v] = Pairs::load(right + v * of.right_stride);
+    for (std::size_t v = 0; v < V; ++v) columns[v] = Pairs::load(right + v * strides.right);
 #pragma GCC unroll 12
     for (std::size_t m = 0; m < M; ++m) {
-      const typename Pairs::Operand row = Pairs::broadcast(left + m * of.left_stride);
+      const typename Pairs::Operand row = Pairs::broadcast(left + m * strides.left);
 #pragma GCC unroll 4
       for (std::size_t v = 0; v < V; ++v) sums[m][v] = Pairs::add(row, columns[v], sums[m][v]);
     }
@@ -79,67 +74,63 @@ template <typename Pairs, std::size_t M, std::size_t V>
 #pragma GCC unroll 12
   for (std::size_t m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-    for (std::size_t v = 0; v < V; ++v) store(of.sums + m * of.sums_stride + v * kLanes, sums[m][v]);
+    for (std::size_t v = 0; v < V; ++v) store(out + m * strides.sums + v * kLanes, sums[m][v]);
   }
 }
 
 template <typename Pairs>
 class PairProducts {
  public:
+  static constexpr std::size_t kRowsAtOnce = kMostRowsAtOnce;
+
   void score(const std::uint16_t* queries, std::size_t num_rows, const std::uint16_t* keys, std::size_t depth,
              std::size_t end_key, float* scores) {
-    multiply({.left = queries,
-              .left_stride = depth,
-              .right = keys,
-              .right_stride = kRowsPerTile * depth,
+    multiply(queries, num_rows, keys, (end_key + kLanes - 1) / kLanes, scores,
+             {.left = depth,
+              .right = kRowsPerTile * depth,
+              .sums = kKeysPerBlock,
               .num_pairs = depth / 2,
-              .sums = scores,
-              .sums_stride = kKeysPerBlock,
-              .begin_at_zero = true},
-             num_rows, (end_key + kLanes - 1) / kLanes);
+              .begin_at_zero = true});
   }
 
   void accumulate(const std::uint16_t* weights, std::size_t weights_stride, std::size_t num_rows,
                   const std::uint16_t* values, std::size_t begin_key, std::size_t end_key, float* outs,
                   std::size_t outs_stride, std::size_t columns) {
     const std::size_t begin = begin_key / 2, end = (end_key + 1) / 2;
-    multiply({.left = weights + 2 * begin,
-              .left_stride = weights_stride,
-              .right = values + begin * kDepthPerTile,
-              .right_stride = kKeysPerBlock * kRowsPerTile,
+    multiply(weights + 2 * begin, num_rows, values + begin * kDepthPerTile, columns / kLanes, outs,
+             {.left = weights_stride,
+              .right = kKeysPerBlock * kRowsPerTile,
+              .sums = outs_stride,
               .num_pairs = end - begin,
-              .sums = outs,
-              .sums_stride = outs_stride,
-              .begin_at_zero = false},
-             num_rows, columns / kLanes);
+              .begin_at_zero = false});
   }
 
  private:
   static constexpr std::size_t kRows = Pairs::kRows, kVectors = Pairs::kVectors;
-  using Function = void(PairMatrices);
+  using Function = void(const std::uint16_t* left, const std::uint16_t* right, float* out,
+                        const PairStrides& strides);
 
-  // Element [i] multiplies i + 1 rows.
-  template <std::size_t V, std::size_t... I>
-  static constexpr std::array<Function*, sizeof...(I)> functions(std::index_sequence<I...>) {
-    return {add_pairs<Pairs, I + 1, V>...};
+  // Element [v][m] multiplies m + 1 rows by v + 1 vectors of columns.
+  template <std::size_t V, std::size_t... M>
+  static constexpr std::array<Function*, kRows> of_width(std::index_sequence<M...>) {
+    return {add_pairs<Pairs, M + 1, V>...};
+  }
+  template <std::size_t... V>
+  static constexpr std::array<std::array<Function*, kRows>, kVectors> functions(std::index_sequence<V...>) {
+    return {of_width<V + 1>(std::make_index_sequence<kRows>())...};
   }
 
   // The largest tiles of sums, and narrower or lower ones at the ends.
-  static void multiply(PairMatrices of, std::size_t num_rows, std::size_t num_vectors) {
-    static constexpr auto kWide = functions<kVectors>(std::make_index_sequence<kRows>());
-    static constexpr auto kNarrow = functions<1>(std::make_index_sequence<kRows>());
+  static void multiply(const std::uint16_t* left, std::size_t num_rows, const std::uint16_t* right,
+                       std::size_t num_vectors, float* out, const PairStrides& strides) {
+    static constexpr auto kFunctions = functions(std::make_index_sequence<kVectors>());
     for (std::size_t vector = 0, width; vector < num_vectors; vector += width) {
-      const bool is_wide = num_vectors - vector >= kVectors;
-      width = is_wide ? kVectors : 1;
-      PairMatrices part = of;
+      width = num_vectors - vector < kVectors ? num_vectors - vector : kVectors;
       for (std::size_t row = 0, height; row < num_rows; row += height) {
         height = num_rows - row < kRows ? num_rows - row : kRows;
-        part.left = of.left + row * of.left_stride;
-        part.sums = of.sums + row * of.sums_stride;
-        (is_wide ? kWide : kNarrow)[height - 1](part);
+        kFunctions[width - 1][height - 1](left + row * strides.left, right + vector * strides.right,
+                                          out + row * strides.sums + vector * kLanes, strides);
       }
-      of.right += width * of.right_stride;
-      of.sums += width * kLanes;
     }
   }
 };

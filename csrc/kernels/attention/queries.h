@@ -14,7 +14,7 @@ inline constexpr std::size_t kQueriesPerItem = 48;  // a multiple of every kerne
 inline constexpr std::size_t kQueriesPerTileItem = 192;
 // With a bfloat16 cache nothing is packed, so small items, which balance the threads, cost nothing with
 // vectors. (With AMX the items remain large, because smaller ones were not measured.)
-inline constexpr std::size_t kQueriesPerTiledItem = 64;
+inline constexpr std::size_t kQueriesPerTiledItem = 96;
 
 struct AttendItem {
   std::size_t kv_head;

@@ -13,10 +13,10 @@ TileSizes tile_sizes(std::size_t head_dim) {
           .queries = kQueriesPerTileItem * depth / 2,
           .keys = kKeysPerBlock * depth / 2,
           .values = kKeysPerBlock * columns / 2,
-          .weights = kRowsAtOnce * kKeysPerBlock / 2,
+          .weights = kMostRowsAtOnce * kKeysPerBlock / 2,
           .outs = kQueriesPerTileItem * columns,
           .rows = kRowsPerTile * depth,
-          .scores = kRowsAtOnce * kKeysPerBlock};
+          .scores = kMostRowsAtOnce * kKeysPerBlock};
 }
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -25,6 +25,8 @@ const TileOperations& tile_operations() {
       is_supported(Isa::avx512vnni) ? tile_operations_avx512vnni() : tile_operations_avx2();
   return best;
 }
+#elif defined(__aarch64__) || defined(_M_ARM64)
+const TileOperations& tile_operations() { return tile_operations_neon(); }
 #endif
 
 }  // namespace chunkrt

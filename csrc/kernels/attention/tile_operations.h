@@ -14,8 +14,8 @@ namespace chunkrt {
 inline constexpr std::size_t kRowsPerTile = 16;     // and columns of a product
 inline constexpr std::size_t kDepthPerTile = 32;    // bfloat16 in a row of 64 bytes
 inline constexpr std::size_t kValuesPerTile = 512;  // bfloat16
-inline constexpr std::size_t kRowsAtOnce = 2 * kRowsPerTile;
-static_assert(kQueriesPerTileItem % kRowsAtOnce == 0 && kKeysPerBlock % kDepthPerTile == 0);
+inline constexpr std::size_t kMostRowsAtOnce = 3 * kRowsPerTile;
+static_assert(kKeysPerBlock % kDepthPerTile == 0);
 
 // Layout of an item's operands in scratch. The operands are adjacent, and the size of each is a multiple of
 // 64 bytes.
@@ -70,9 +70,9 @@ const TileOperations& tile_operations_neon();
 #if defined(__x86_64__) || defined(_M_X64)
 const TileOperations& tile_operations_avx2();
 TileOperations tile_operations_avx512vnni();  // both implementations give bit-identical results
+#endif
 
 // The fastest operations that this processor supports.
 const TileOperations& tile_operations();
-#endif
 
 }  // namespace chunkrt

@@ -24,6 +24,8 @@ namespace {
 template <typename Tiles>
 class TileProducts {
  public:
+  static constexpr std::size_t kRowsAtOnce = 2 * kRowsPerTile;
+
   TileProducts() { tiles_.configure(kRowsPerTile); }
 
   void score(const std::uint16_t* queries, std::size_t num_rows, const std::uint16_t* keys, std::size_t depth,

@@ -34,4 +34,36 @@ void store_tiled(const AttentionArgs& args, std::size_t kv_head, std::size_t pos
   }
 }
 
+void append_tiled(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch) {
+  const TileOperations& operations = tile_operations();
+  const std::size_t head_dim = args.head_dim, depth = tiled_depth(head_dim);
+  const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * head_dim;
+  float* const keys = scratch;  // [16, depth]
+  float* const values = keys + kRowsPerTile * depth;
+  auto* const rounded = reinterpret_cast<std::uint16_t*>(values + kRowsPerTile * depth);
+  std::fill_n(scratch, 2 * kRowsPerTile * depth, 0.0f);
+  for (std::size_t row = begin, count; row < end; row += count) {
+    const std::size_t position = args.position + row, in_block = position % kKeysPerBlock;
+    count = position % kRowsPerTile == 0 && end - row >= kRowsPerTile ? kRowsPerTile : 1;
+    for (std::size_t head = 0; head < args.num_kv_heads; ++head) {
+      for (std::size_t i = 0; i < count; ++i) {
+        const float* const key = args.qkv + (row + i) * row_width + (args.num_heads + head) * head_dim;
+        const float* const value = key + args.num_kv_heads * head_dim;
+        const std::size_t index = table_index(args, position + i);
+        operations.rope(key, args.cos + index, args.sin + index, head_dim, args.rotary_dim, 1.0f,
+                        keys + i * depth);
+        std::copy_n(value, head_dim, values + i * depth);
+      }
+      if (count == 1) {
+        store_tiled(args, head, position, keys, values, operations.round, rounded);
+        continue;
+      }
+      std::uint16_t* const key_block = tiled_block(args, args.key_cache, head, position);
+      std::uint16_t* const value_block = tiled_block(args, args.value_cache, head, position);
+      operations.pack_keys(keys, depth, key_block + in_block * depth);
+      operations.pack_values(values, depth, depth, value_block + in_block * kRowsPerTile);
+    }
+  }
+}
+
 }  // namespace chunkrt

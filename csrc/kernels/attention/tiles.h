@@ -6,7 +6,7 @@
 // - accumulate(weights, weights_stride, num_rows, values, begin_key, end_key, outs, outs_stride, columns):
 //   outs [num_rows, columns] += weights [num_rows, kKeysPerBlock] @ values; the weights of keys outside of
 //   [begin_key, end_key) are 0. The strides are 0 only for one row.
-// `num_rows` is at most kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a result
+// `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a result
 // depends on the row of its left operand only, and its order of additions only on the instruction set, so the
 // result of a row is the same in a chunk and alone. (Adding products with weights of 0 changes no sum.)
 // `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or MatrixProducts
@@ -23,6 +23,7 @@
 // One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/attention/tile_operations.h"
@@ -78,6 +79,9 @@ class TileItem {
   }
 
  private:
+  static constexpr std::size_t kRowsAtOnce = Products::kRowsAtOnce;
+  static_assert(kRowsAtOnce <= kMostRowsAtOnce && kQueriesPerTileItem % kRowsAtOnce == 0);
+
   void begin_queries() {
     const std::size_t num_rows = (item_.num_queries + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
     std::memset(rows_, 0, sizes_.depth * sizeof(float));
@@ -148,7 +152,7 @@ class TileItem {
   }
 
   // Packs keys and values for all rows. A bfloat16 cache stores them in tile layout; its values are packed
-  // again only if some row does not attend to all of them.
+  // again only if some row does not attend to all of them, and some are not finite.
   void take_block(std::size_t start) {
     if (args_.cache_type != CacheType::bfloat16) {
       pack_keys(start);
@@ -156,8 +160,10 @@ class TileItem {
       return;
     }
     block_keys_ = tiled_block(args_, args_.key_cache, item_.kv_head, start);
-    if (first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0]) {
-      block_values_ = tiled_block(args_, args_.value_cache, item_.kv_head, start);
+    block_values_ = tiled_block(args_, args_.value_cache, item_.kv_head, start);
+    const bool see_all =
+        first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0];
+    if (see_all || are_values_finite(block_values_)) {
       are_finite_ = true;  // or irrelevant, because all rows attend to all values
     } else {
       block_values_ = values_;
@@ -188,6 +194,16 @@ class TileItem {
     return are_finite;
   }
 
+  // True if all values of a packed block are finite, whether or not some row sees them.
+  bool are_values_finite(const std::uint16_t* packed) const {
+    std::uint16_t found = 0;
+    for (std::size_t i = 0; i < kKeysPerBlock * sizes_.columns; ++i) {
+      // If all bits of the exponent are ones, the addition carries into the sign bit.
+      found |= static_cast<std::uint16_t>((packed[i] & 0x7f80u) + 0x80u);
+    }
+    return (found & 0x8000u) == 0;
+  }
+
   // Like pack_values, for a block that is already packed; keeps the keys in [begin, end).
   bool copy_values(const std::uint16_t* packed, std::size_t begin, std::size_t end) {
     const auto bits_of = [=](std::size_t key) { return begin <= key && key < end ? 0xffffu : 0u; };
@@ -211,20 +227,15 @@ class TileItem {
   void attend_rows(std::size_t start, std::size_t row) {
     const std::size_t num_rows = smaller(kRowsAtOnce, item_.num_queries - row);
     std::size_t first[kRowsAtOnce], visible[kRowsAtOnce];
-    const std::size_t packed_first = distance(start, first_key_, kKeysPerBlock);
-    const std::size_t packed_end = distance(start, end_key_, kKeysPerBlock);
-    std::size_t begin = kKeysPerBlock, end = 0;  // the keys that some row sees
-    bool see_all = true;
-    for (std::size_t i = 0; i < num_rows; ++i) {
-      first[i] = distance(start, first_keys_[row + i], kKeysPerBlock);
-      visible[i] = distance(start, end_keys_[row + i], kKeysPerBlock);
-      if (first[i] < visible[i]) {
-        begin = smaller(begin, first[i]);
-        end = end > visible[i] ? end : visible[i];
-      }
-      see_all &= first[i] == packed_first && visible[i] == packed_end;
+    std::size_t begin = 0, end = kKeysPerBlock;  // the keys that some row sees
+    bool see_all = first_keys_[row + num_rows - 1] <= start && start + kKeysPerBlock <= end_keys_[row];
+    if (see_all) {
+      std::fill_n(first, num_rows, std::size_t{0});
+      std::fill_n(visible, num_rows, kKeysPerBlock);
+    } else {
+      see_all = find_seen(start, row, num_rows, first, visible, &begin, &end);
+      if (begin >= end) return;
     }
-    if (begin >= end) return;
     float* const outs = outs_ + row * sizes_.columns;
     products_.score(queries_ + row * sizes_.depth, num_rows, block_keys_, sizes_.depth, end, scores_);
     operations_.weigh({.scores = scores_,
@@ -243,6 +254,27 @@ class TileItem {
     } else {
       accumulate_row_by_row(start, first, visible, num_rows, outs);
     }
+  }
+
+  // Finds the keys of a block that each row sees, and the first and the end of all of them. Returns true if all
+  // rows see all keys that the item sees.
+  bool find_seen(std::size_t start, std::size_t row, std::size_t num_rows, std::size_t* first,
+                 std::size_t* visible, std::size_t* begin, std::size_t* end) const {
+    const std::size_t packed_first = distance(start, first_key_, kKeysPerBlock);
+    const std::size_t packed_end = distance(start, end_key_, kKeysPerBlock);
+    *begin = kKeysPerBlock;
+    *end = 0;
+    bool see_all = true;
+    for (std::size_t i = 0; i < num_rows; ++i) {
+      first[i] = distance(start, first_keys_[row + i], kKeysPerBlock);
+      visible[i] = distance(start, end_keys_[row + i], kKeysPerBlock);
+      if (first[i] < visible[i]) {
+        *begin = smaller(*begin, first[i]);
+        *end = *end > visible[i] ? *end : visible[i];
+      }
+      see_all &= first[i] == packed_first && visible[i] == packed_end;
+    }
+    return see_all;
   }
 
   // Some value is not finite, and a weight of 0 does not exclude such a value from a row that does not attend

@@ -180,10 +180,15 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   }
   if (shape.appends) {
     AttentionFunction* append = select_kernel(append_cache_f32).function;
-    builder.add_row_step(Symbol::T, "append_cache", uses,
-                         [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-                           append(arguments(frame), begin, end, scratch);
-                         });
+    const auto append_rows = [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+      append(arguments(frame), begin, end, scratch);
+    };
+    if (is_in_bfloat) {
+      builder.add_loop([](const Frame& frame) { return frame.size_of(Symbol::T); }, kPositionsTogether,
+                       "append_cache", uses, append_rows);
+    } else {
+      builder.add_row_step(Symbol::T, "append_cache", uses, append_rows);
+    }
   }
   builder.add_loop([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, "attention", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
