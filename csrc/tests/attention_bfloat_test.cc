@@ -314,6 +314,7 @@ Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows
                     .sums = rows.sums.data(),
                     .first = firsts.data(),
                     .visible = ends.data(),
+                    .see_all = false,
                     .num_rows = num_rows,
                     .columns = kColumns,
                     .soft_cap = 0.0f});

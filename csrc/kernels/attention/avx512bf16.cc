@@ -1,4 +1,5 @@
 // attention in bfloat16 with AVX-512: VDPBF16PS adds the products of 16 pairs to 16 sums.
+#include <bit>
 #include <cmath>
 
 #include "kernels/attention/pair_products.h"
@@ -24,8 +25,6 @@ struct DotPairs {
     return {_mm512_dpbf16_ps(sum.of, std::bit_cast<__m512bh>(right.of), std::bit_cast<__m512bh>(left.of))};
   }
 };
-
-constexpr std::size_t kVectorsPerBlock = kKeysPerBlock / kLanes;
 
 // 2^t for t <= 0, with a relative error below 2^-13; 0 for -inf. A polynomial of the fraction of t, which is
 // in [0, 1), times 2 to its floor.
@@ -63,110 +62,100 @@ CHUNKRT_LANES Floats combine_each(const Floats (&vectors)[kLanes], Combine combi
   return {_mm512_permutexvar_ps(order, one.of)};
 }
 
-// Up to 16 rows of a block.
-class SixteenRows {
- public:
-  SixteenRows(const ScoredRows& rows, std::size_t begin, std::size_t end)
-      : rows_(rows), begin_(begin), count_(end - begin) {}
-
-  void weigh() const {
-    Floats maxima[kLanes], sums[kLanes];
-    std::uint32_t seen = 0;
-    for (std::size_t i = 0; i < count_; ++i) {
-      maxima[i] = find_maximum(i);
-      seen |= static_cast<std::uint32_t>(sees(i)) << i;
-    }
-    for (std::size_t i = count_; i < kLanes; ++i) maxima[i] = all(-INFINITY);
-    const Rest rest(count_);
-    const Floats old_maximum = load(rows_.maxima + begin_, rest);
-    const Floats maximum =
-        max(combine_each(maxima, [](Floats x, Floats y) { return max(x, y); }), old_maximum);
-    const Floats rescale = select(Mask{static_cast<__mmask16>(seen)},
-                                  exp_of_nonpositive(old_maximum - maximum), all(1.0f));
-    store(rows_.maxima + begin_, maximum, rest);
-    float logarithms[kLanes], factors[kLanes];
-    store(logarithms, maximum * all(kLog2E));
-    store(factors, rescale);
-    for (std::size_t i = 0; i < count_; ++i) sums[i] = weigh_row(i, logarithms[i]);
-    for (std::size_t i = count_; i < kLanes; ++i) sums[i] = all(0.0f);
-    store(rows_.sums + begin_,
-          multiply_add(load(rows_.sums + begin_, rest), rescale,
-                       combine_each(sums, [](Floats x, Floats y) { return x + y; })),
-          rest);
-    for (std::size_t i = 0; i < count_; ++i) {
-      if (factors[i] == 1.0f) continue;
-      float* const out = rows_.outs + (begin_ + i) * rows_.columns;
-      for (std::size_t d = 0; d < rows_.columns; d += kLanes) store(out + d, load(out + d) * all(factors[i]));
-    }
+// Sets the scores of keys that a row does not see to -inf.
+void hide_scores(const ScoredRows& rows, std::size_t row) {
+  float* const scores = rows.scores + row * kKeysPerBlock;
+  for (std::size_t key = 0; key < kKeysPerBlock; key += kLanes) {
+    store(scores + key, load_seen(scores, key, rows.first[row], rows.visible[row]));
   }
+}
 
- private:
-  bool sees(std::size_t i) const { return rows_.first[begin_ + i] < rows_.visible[begin_ + i]; }
-  bool sees_all(std::size_t i) const {
-    return rows_.first[begin_ + i] == 0 && rows_.visible[begin_ + i] == kKeysPerBlock;
-  }
-  float* scores(std::size_t i) const { return rows_.scores + (begin_ + i) * kKeysPerBlock; }
-  Floats load_score(std::size_t i, std::size_t key) const {
-    return load_seen(scores(i), key, rows_.first[begin_ + i], rows_.visible[begin_ + i]);
-  }
+// The maximum of a row's scores, in any lane. A NaN may be lost; the row's sum of weights then is a NaN.
+CHUNKRT_LANES Floats largest_scores(const float* scores) {
+  static_assert(kKeysPerBlock == 4 * kLanes);
+  return max(max(load(scores), load(scores + kLanes)),
+             max(load(scores + 2 * kLanes), load(scores + 3 * kLanes)));
+}
 
-  // The maximum of a row's visible scores, in any lane; invisible ones become -inf.
-  CHUNKRT_LANES Floats find_maximum(std::size_t i) const {
-    float* const row = scores(i);
-    if (!sees_all(i)) {
-      if (!sees(i)) return all(-INFINITY);
-      if (rows_.soft_cap > 0.0f) {
-        cap_scores(row, rows_.first[begin_ + i], rows_.visible[begin_ + i], rows_.soft_cap);
-      }
-      for (std::size_t key = 0; key < kKeysPerBlock; key += kLanes) store(row + key, load_score(i, key));
-    } else if (rows_.soft_cap > 0.0f) {
-      cap_scores(row, 0, kKeysPerBlock, rows_.soft_cap);
-    }
-    static_assert(kVectorsPerBlock == 4);
-    // The second operand of max is the result if one is a NaN.
-    const Floats none = all(-INFINITY);
-    const Floats first = max(load(row + kLanes), max(load(row), none));
-    const Floats second = max(load(row + 3 * kLanes), max(load(row + 2 * kLanes), none));
-    return max(first, second);
-  }
-
-  // Converts the scores of a row to weights, and returns 16 partial sums.
-  CHUNKRT_LANES Floats weigh_row(std::size_t i, float logarithm) const {
-    std::uint16_t* const weights = rows_.weights + (begin_ + i) * kKeysPerBlock;
-    const float* const row = scores(i);
-    if (!sees(i)) {
-      std::memset(weights, 0, kKeysPerBlock * sizeof(*weights));
-      return all(0.0f);
-    }
-    const Floats scale = all(kLog2E), largest = all(logarithm);
-    const Ints ones = all_ints(0x3f803f80);
-    Floats sums = all(0.0f);
+// Converts the scores of a row to weights, and returns 16 partial sums. `logarithm`: of the maximum, to base 2.
+CHUNKRT_LANES Floats weigh_row(const float* scores, float logarithm, std::uint16_t* weights) {
+  const Floats scale = all(kLog2E), largest = all(logarithm);
+  Floats sums = all(0.0f);
 #pragma GCC unroll 2
-    for (std::size_t key = 0; key < kKeysPerBlock; key += 2 * kLanes) {
-      const Floats low = power_of_two(multiply_subtract(load(row + key), scale, largest));
-      const Floats high = power_of_two(multiply_subtract(load(row + key + kLanes), scale, largest));
-      const Ints both = {std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high.of, low.of))};
-      _mm512_storeu_si512(weights + key, both.of);
-      sums = DotPairs::add(both, ones, sums);
-    }
-    return sums;
+  for (std::size_t key = 0; key < kKeysPerBlock; key += 2 * kLanes) {
+    const Floats low = power_of_two(multiply_subtract(load(scores + key), scale, largest));
+    const Floats high = power_of_two(multiply_subtract(load(scores + key + kLanes), scale, largest));
+    const Ints both = {std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high.of, low.of))};
+    _mm512_storeu_si512(weights + key, both.of);
+    sums = DotPairs::add(both, all_ints(0x3f803f80), sums);  // times 1
   }
+  return sums;
+}
 
-  const ScoredRows& rows_;
-  const std::size_t begin_, count_;
-};
+// Weighs up to 16 rows from `begin` on. If IsWhole, these are 16 rows that see all keys of the block.
+template <bool IsWhole>
+void weigh_sixteen(const ScoredRows& rows, std::size_t begin, std::size_t count) {
+  const Rest rest(count);
+  float* const scores = rows.scores + begin * kKeysPerBlock;
+  std::uint16_t* const weights = rows.weights + begin * kKeysPerBlock;
+  Floats found[kLanes];
+  std::uint32_t seeing = IsWhole ? 0xffffu : 0u;
+#pragma GCC unroll 16
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    if (IsWhole || (i < count && rows.first[begin + i] < rows.visible[begin + i])) {
+      if (!IsWhole) hide_scores(rows, begin + i);
+      seeing |= 1u << i;
+      found[i] = largest_scores(scores + i * kKeysPerBlock);
+    } else {
+      found[i] = all(-INFINITY);
+    }
+  }
+  const Floats old_maximum = load(rows.maxima + begin, rest);
+  const Floats maximum = max(combine_each(found, [](Floats x, Floats y) { return max(x, y); }), old_maximum);
+  const Floats rescale = select(Mask{static_cast<__mmask16>(seeing)},
+                                exp_of_nonpositive(old_maximum - maximum), all(1.0f));
+  store(rows.maxima + begin, maximum, rest);
+  float logarithms[kLanes], factors[kLanes];
+  store(logarithms, maximum * all(kLog2E));
+  store(factors, rescale);
+#pragma GCC unroll 4
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    if (IsWhole || (seeing >> i & 1u) != 0) {
+      found[i] = weigh_row(scores + i * kKeysPerBlock, logarithms[i], weights + i * kKeysPerBlock);
+    } else {
+      if (i < count) std::memset(weights + i * kKeysPerBlock, 0, kKeysPerBlock * sizeof(*weights));
+      found[i] = all(0.0f);
+    }
+  }
+  const Floats sums = combine_each(found, [](Floats x, Floats y) { return x + y; });
+  store(rows.sums + begin, multiply_add(load(rows.sums + begin, rest), rescale, sums), rest);
+  for (std::uint32_t left = seeing & ~static_cast<std::uint32_t>(_mm512_cmp_ps_mask(rescale.of, _mm512_set1_ps(1.0f), _CMP_EQ_OQ)); left != 0; left &= left - 1) {
+    const auto i = static_cast<std::size_t>(std::countr_zero(left));
+    float* const out = rows.outs + (begin + i) * rows.columns;
+    for (std::size_t d = 0; d < rows.columns; d += kLanes) store(out + d, load(out + d) * all(factors[i]));
+  }
+}
+
+void weigh_rows_by_pairs(const ScoredRows& rows) {
+  for (std::size_t row = 0; rows.soft_cap > 0.0f && row < rows.num_rows; ++row) {
+    if (rows.first[row] < rows.visible[row]) {
+      cap_scores(rows.scores + row * kKeysPerBlock, rows.first[row], rows.visible[row], rows.soft_cap);
+    }
+  }
+  for (std::size_t begin = 0; begin < rows.num_rows; begin += kLanes) {
+    const std::size_t count = smaller(kLanes, rows.num_rows - begin);
+    if (rows.see_all && count == kLanes) {
+      weigh_sixteen<true>(rows, begin, count);
+    } else {
+      weigh_sixteen<false>(rows, begin, count);
+    }
+  }
+}
 
 void round_in_hardware(const float* values, std::uint16_t* out, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const auto rounded = std::bit_cast<__m256i>(_mm512_cvtneps_pbh(load(values + i).of));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), rounded);
-  }
-}
-
-void weigh_rows_by_pairs(const ScoredRows& rows) {
-  for (std::size_t begin = 0; begin < rows.num_rows; begin += kLanes) {
-    const std::size_t end = begin + kLanes < rows.num_rows ? begin + kLanes : rows.num_rows;
-    SixteenRows(rows, begin, end).weigh();
   }
 }
 

@@ -43,6 +43,7 @@ struct ScoredRows {
   float* sums;             // [rows]: l
   const std::size_t* first;    // [rows]: a row attends to the block's keys from `first`
   const std::size_t* visible;  // to before `visible`; if the range is empty, the row is unchanged
+  bool see_all;                // true only if every row sees all keys of the block
   std::size_t num_rows;
   std::size_t columns;
   float soft_cap;  // bound of scores; 0: none

@@ -23,7 +23,7 @@
 // One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
-#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "kernels/attention/tile_operations.h"
@@ -36,6 +36,13 @@ std::size_t smaller(std::size_t left, std::size_t right) { return left < right ?
 // Distance of `key` from `start`, at most `most`.
 std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
   return key > start ? smaller(key - start, most) : 0;
+}
+
+template <std::size_t N>
+constexpr std::array<std::size_t, N> filled(std::size_t value) {
+  std::array<std::size_t, N> values{};
+  for (std::size_t& each : values) each = value;
+  return values;
 }
 
 // An item's operands in scratch, and the data that all of its blocks share.
@@ -66,8 +73,8 @@ class TileItem {
 
   void attend() {
     begin_queries();
-    first_key_ = find_query(args_, item_.kv_head, item_.first_query).first_key;
-    end_key_ = find_query(args_, item_.kv_head, item_.first_query + item_.num_queries - 1).end_key;
+    first_key_ = first_keys_[0];
+    end_key_ = end_keys_[item_.num_queries - 1];
     for (std::size_t start = first_key_ / kKeysPerBlock * kKeysPerBlock; start < end_key_;
          start += kKeysPerBlock) {
       take_block(start);
@@ -80,12 +87,16 @@ class TileItem {
 
  private:
   static constexpr std::size_t kRowsAtOnce = Products::kRowsAtOnce;
+  // The bounds of rows that see a complete block.
+  static constexpr std::array<std::size_t, kRowsAtOnce> kNone = filled<kRowsAtOnce>(0),
+                                                         kWhole = filled<kRowsAtOnce>(kKeysPerBlock);
   static_assert(kRowsAtOnce <= kMostRowsAtOnce && kQueriesPerTileItem % kRowsAtOnce == 0);
 
   void begin_queries() {
     const std::size_t num_rows = (item_.num_queries + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
     std::memset(rows_, 0, sizes_.depth * sizeof(float));
-    std::memset(queries_, 0, num_rows * sizes_.depth * sizeof(std::uint16_t));
+    std::memset(queries_ + item_.num_queries * sizes_.depth, 0,
+                (num_rows - item_.num_queries) * sizes_.depth * sizeof(std::uint16_t));
     std::memset(outs_, 0, num_rows * sizes_.columns * sizeof(float));
     for (std::size_t i = 0; i < item_.num_queries; ++i) {
       const Query query = find_query(args_, item_.kv_head, item_.first_query + i);
@@ -95,6 +106,7 @@ class TileItem {
       const SoftmaxStart softmax = softmax_start(args_, query);
       maxima_[i] = softmax.maximum;
       sums_[i] = softmax.sum;
+      results_[i] = query.out;
       first_keys_[i] = query.first_key;
       end_keys_[i] = query.end_key;
     }
@@ -102,7 +114,7 @@ class TileItem {
 
   void end_queries() {
     for (std::size_t i = 0; i < item_.num_queries; ++i) {
-      float* const out = find_query(args_, item_.kv_head, item_.first_query + i).out;
+      float* const out = results_[i];
       const float* const sums = outs_ + i * sizes_.columns;
       const float inverse = 1.0f / sums_[i];
       // Adding 0 makes zeros positive, because their sign must not depend on the number of blocks that other
@@ -226,16 +238,16 @@ class TileItem {
   // Processes one block for up to kRowsAtOnce queries that start at `row`.
   void attend_rows(std::size_t start, std::size_t row) {
     const std::size_t num_rows = smaller(kRowsAtOnce, item_.num_queries - row);
-    std::size_t first[kRowsAtOnce], visible[kRowsAtOnce];
+    const bool is_whole = first_keys_[row + num_rows - 1] <= start && start + kKeysPerBlock <= end_keys_[row];
+    std::size_t seen_first[kRowsAtOnce], seen_end[kRowsAtOnce];
     std::size_t begin = 0, end = kKeysPerBlock;  // the keys that some row sees
-    bool see_all = first_keys_[row + num_rows - 1] <= start && start + kKeysPerBlock <= end_keys_[row];
-    if (see_all) {
-      std::fill_n(first, num_rows, std::size_t{0});
-      std::fill_n(visible, num_rows, kKeysPerBlock);
-    } else {
-      see_all = find_seen(start, row, num_rows, first, visible, &begin, &end);
+    bool see_all = is_whole;                     // all keys that the item sees
+    if (!is_whole) {
+      see_all = find_seen(start, row, num_rows, seen_first, seen_end, &begin, &end);
       if (begin >= end) return;
     }
+    const std::size_t* const first = is_whole ? kNone.data() : seen_first;
+    const std::size_t* const visible = is_whole ? kWhole.data() : seen_end;
     float* const outs = outs_ + row * sizes_.columns;
     products_.score(queries_ + row * sizes_.depth, num_rows, block_keys_, sizes_.depth, end, scores_);
     operations_.weigh({.scores = scores_,
@@ -245,6 +257,7 @@ class TileItem {
                        .sums = sums_ + row,
                        .first = first,
                        .visible = visible,
+                       .see_all = is_whole,
                        .num_rows = num_rows,
                        .columns = sizes_.columns,
                        .soft_cap = args_.soft_cap});
@@ -303,6 +316,7 @@ class TileItem {
       *block_values_;  // for the current block: keys_ and values_, or the cache's
   float *outs_, *rows_, *scores_;
   float maxima_[kQueriesPerTileItem], sums_[kQueriesPerTileItem];
+  float* results_[kQueriesPerTileItem];
   std::size_t first_keys_[kQueriesPerTileItem], end_keys_[kQueriesPerTileItem];
   std::size_t first_key_, end_key_;  // for the item
   bool are_finite_;                  // the block's values
