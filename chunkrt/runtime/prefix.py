@@ -99,13 +99,13 @@ def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
         end = min(piece.end, prefix.position)
         slots, length = slice(piece.start, end), end - piece.start
         for stack, values in zip(tensors.cache_stacks, piece.caches, strict=True):
-            writes.append(tensors.to_be_rows_of_all(stack, slots, values[:, :, :length]))
+            writes += tensors.to_be_rows_of_all(stack, slots, values[:, :, :length])
         first = max(piece.start, prefix.rings_from)
         if first < end and tensors.rings:
             assert piece.rings is not None
             in_rings, held = np.arange(first, end) % size, slice(first - piece.start, end - piece.start)
             for stack, values in zip(tensors.ring_stacks, piece.rings, strict=True):
-                writes.append(tensors.to_be_rows_of_all(stack, in_rings, values[:, :, held]))
+                writes += tensors.to_be_rows_of_all(stack, in_rings, values[:, :, held])
     writes += [(array, ..., value) for array, value in zip(tensors.recurrent.values(), prefix.recurrent, strict=True)]
     return tuple(writes)
 

@@ -135,31 +135,31 @@ class StateTensors:
         array = self.by_name[name]
         if not self._are_tiled:
             return array[:, slots]
-        view, key = by_slot(array, slots, are_values=name in self._values)
-        found: Array = view[key].reshape(len(array), -1, array.shape[2])
+        count = slots.stop - (slots.start or 0) if isinstance(slots, slice) else len(slots)
+        found = np.empty((len(array), count, array.shape[2]), array.dtype)
+        for view, key, rows in tiled_writes(array, slots, found, are_values=name in self._values):
+            rows[...] = view[key]
         return found
 
     def rows_of_all(self, stack: Stack, slots: slice | Array, into: Array) -> None:
         """Copy the contents of all tensors of a stack at some slots, [tensors, heads, slots, width]."""
-        if self._are_tiled:
-            view, key = by_slot(stack.array, slots, are_values=stack.are_values)
-            into[...] = view[key].reshape(into.shape)
-        else:
+        if not self._are_tiled:
             into[...] = stack.array[:, :, slots]
+            return
+        for view, key, rows in tiled_writes(stack.array, slots, into, are_values=stack.are_values):
+            rows[...] = view[key]
 
-    def to_be_rows_of_all(self, stack: Stack, slots: slice | Array, rows: Array) -> Write:
-        """Return the write that stores the given rows of all tensors of a stack."""
+    def to_be_rows_of_all(self, stack: Stack, slots: slice | Array, rows: Array) -> list[Write]:
+        """Return the writes that store the given rows of all tensors of a stack."""
         if not self._are_tiled:
-            return stack.array, np.s_[:, :, slots], rows
-        view, key = by_slot(stack.array, slots, are_values=stack.are_values)
-        return view, key, rows.reshape(*rows.shape[:3], *view.shape[-2:])
+            return [(stack.array, np.s_[:, :, slots], rows)]
+        return tiled_writes(stack.array, slots, rows, are_values=stack.are_values)
 
-    def to_be_rows(self, name: str, slots: slice | Array, rows: Array) -> Write:
-        """Return the write that stores the given rows, in the format of `rows`."""
+    def to_be_rows(self, name: str, slots: slice | Array, rows: Array) -> list[Write]:
+        """Return the writes that store the given rows, in the format of `rows`."""
         if not self._are_tiled:
-            return self.by_name[name], np.s_[:, slots], rows
-        view, key = by_slot(self.by_name[name], slots, are_values=name in self._values)
-        return view, key, rows.reshape(*rows.shape[:2], *view.shape[-2:])
+            return [(self.by_name[name], np.s_[:, slots], rows)]
+        return tiled_writes(self.by_name[name], slots, rows, are_values=name in self._values)
 
     def overwritten(self, first: int, position: int, num_tokens: int) -> Iterator[Array]:
         """Yield the parts of tensors that a run overwrites and that contain data, given that rings contain positions
@@ -204,7 +204,7 @@ class StateTensors:
         """Return the writes that restore a result of `seen`, and zero all other slots of the rings."""
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
         keys: dict[str, Any] = dict.fromkeys(self.caches, slice(position)) | dict.fromkeys(self.rings, slots)
-        rows = (self.to_be_rows(name, key, seen[name]) for name, key in keys.items())
+        rows = (write for name, key in keys.items() for write in self.to_be_rows(name, key, seen[name]))
         return (*self.to_be_empty(), *rows, *((array, ..., seen[name]) for name, array in self.recurrent.items()))
 
     def to_be_empty(self) -> tuple[Write, ...]:
@@ -317,16 +317,67 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // BLOCK) * BLOCK
 
 
-def by_slot(array: Array, slots: slice | Array, *, are_values: bool) -> tuple[Array, Any]:
-    """Return a view of an array [..., slots, width], and an index into the view that selects the given slots,
-    [..., slots, width / n, n].
+def tiled_writes(array: Array, slots: slice | Array, rows: Array, *, are_values: bool) -> list[Write]:
+    """Return the writes that store rows [..., slots, width] at some slots of a tiled array [..., slots, width].
+
+    Each write is a view of the array, an index, and a view of the rows with the same shape. Adjacent slots in complete
+    tiles are copied without an index for each slot, which is about eight times faster. Rows are contiguous along their
+    last axis.
+    """
+    if not isinstance(slots, slice):
+        return [_scattered(array, slots, rows, are_values=are_values)]
+    start, stop = slots.start or 0, slots.stop
+    first = min(-(-start // _TILE) * _TILE, stop)
+    last = max(stop // _TILE * _TILE, first)
+    writes = []
+    for begin, end in ((start, first), (last, stop)):
+        if begin < end:
+            part = rows[..., begin - start : end - start, :]
+            writes.append(_scattered(array, np.arange(begin, end), part, are_values=are_values))
+    if not are_values:
+        if first < last:
+            writes.append(_keys(array, first, last, rows[..., first - start : last - start, :]))
+        return writes
+    # The tiles of values belong to a block: the part of the first block, complete blocks, and the part of the last.
+    whole = min(whole_blocks(first), last), max(last // BLOCK * BLOCK, min(whole_blocks(first), last))
+    for begin, end in ((first, whole[0]), whole, (whole[1], last)):
+        if begin < end:
+            writes += _values(array, begin, end, rows[..., begin - start : end - start, :])
+    return writes
+
+
+def _keys(array: Array, begin: int, end: int, rows: Array) -> Write:
+    """Return the write of complete tiles of keys, in which pairs of dimensions of 16 positions are adjacent."""
+    *first, num_slots, width = array.shape
+    tiles = array.view(np.uint32).reshape(*first, num_slots // _TILE, width // 2, _TILE)
+    pairs = rows.view(np.uint32).reshape(*first, (end - begin) // _TILE, _TILE, width // 2)
+    return tiles, np.s_[..., begin // _TILE : end // _TILE, :, :], pairs.swapaxes(-1, -2)
+
+
+def _values(array: Array, begin: int, end: int, rows: Array) -> list[Write]:
+    """Return the writes of complete tiles of values, in which pairs of positions of 16 dimensions are adjacent: one for
+    the even and one for the odd positions. The tiles are in one block, or form complete blocks.
     """
     *first, num_slots, width = array.shape
-    slots = np.arange(slots.start or 0, slots.stop) if isinstance(slots, slice) else slots
+    blocks = array.reshape(*first, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)
+    length = min(end - begin, BLOCK)
+    pair = begin % BLOCK // 2
+    key = np.s_[..., begin // BLOCK : -(-end // BLOCK), :, pair : pair + length // 2, :]
+    given = rows.reshape(*first, (end - begin) // length, length // 2, 2, width // _TILE, _TILE)
+    return [(blocks[..., odd], key, np.moveaxis(given[..., odd, :, :], -2, -3)) for odd in (0, 1)]
+
+
+def _scattered(array: Array, slots: Array, rows: Array, *, are_values: bool) -> Write:
+    """Return the write of rows at any slots."""
+    *first, num_slots, width = array.shape
     n, whole = len(first), (slice(None),) * len(first)
+    key: tuple[Any, ...]
     if are_values:
         tiles = array.reshape(*first, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)
         tiles = tiles.transpose(*range(n), n, n + 2, n + 4, n + 1, n + 3)
-        return tiles, (*whole, slots // BLOCK, slots % BLOCK // 2, slots % 2)
-    tiles = array.reshape(*first, num_slots // _TILE, width // 2, _TILE, 2)
-    return tiles.transpose(*range(n), n, n + 2, n + 1, n + 3), (*whole, slots // _TILE, slots % _TILE)
+        key = (*whole, slots // BLOCK, slots % BLOCK // 2, slots % 2)
+    else:
+        tiles = array.reshape(*first, num_slots // _TILE, width // 2, _TILE, 2)
+        tiles = tiles.transpose(*range(n), n, n + 2, n + 1, n + 3)
+        key = (*whole, slots // _TILE, slots % _TILE)
+    return tiles, key, rows.reshape(*first, len(slots), *tiles.shape[-2:])
