@@ -13,47 +13,47 @@ static_assert(kGemmColumnsPerBlock == kLanes && kBlockColumns == kLanes);
 
 constexpr std::size_t kSums = 4;
 
-// The partial sums of a row's magnitudes, and the largest magnitudes.
-struct Magnitudes {
-  Floats sums[kSums] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)}, most = all(0.0f);
-};
-
-// Copies and measures the first `count` of 64 adjacent elements, or all of them.
+// Copies the first `count` of 64 adjacent elements, or all of them, and adds their magnitudes to the sums.
 template <bool IsWhole>
-CHUNKRT_LANES void measure(const float* input, float* rest, std::size_t count, Magnitudes& magnitudes) {
-  Floats most = all(0.0f);
+CHUNKRT_LANES void measure(const float* input, float* rest, std::size_t count, Floats (&sums)[kSums]) {
 #pragma GCC unroll 4
   for (std::size_t v = 0; v < kSums; ++v) {
     const std::size_t k = v * kLanes, left = IsWhole ? kLanes : count > k ? count - k : 0;
     const Floats x = load(input + k, left);
     store(rest + k, x, left);
-    magnitudes.sums[v] = magnitudes.sums[v] + absolute(x);
-    most = v == 0 ? absolute(x) : max(most, absolute(x));
+    sums[v] = sums[v] + absolute(x);
   }
-  magnitudes.most = max(magnitudes.most, most);
+}
+
+// Lists the outliers among the first `count` of 64 adjacent elements, or all of them.
+template <bool IsWhole>
+CHUNKRT_LANES void take_beyond(const TakeOutliersArgs& args, std::size_t row, std::size_t begin,
+                               std::size_t count, Floats limit) {
+  const float* const input = args.input + row * args.width + begin;
+  std::uint64_t found = 0;
+#pragma GCC unroll 4
+  for (std::size_t v = 0; v < kSums; ++v) {
+    const std::size_t k = v * kLanes, left = IsWhole ? kLanes : count > k ? count - k : 0;
+    found |= std::uint64_t{bits(less(limit, absolute(load(input + k, left))))} << k;
+  }
+  for (; found != 0; found &= found - 1) {
+    take_one(args, row, begin + static_cast<std::size_t>(std::countr_zero(found)));
+  }
 }
 
 void take_from_row(const TakeOutliersArgs& args, std::size_t row) {
   const float* input = args.input + row * args.width;
   float* rest = args.rest + row * args.width;
-  Magnitudes magnitudes;
-  std::size_t k = 0;
-  for (; k + kSums * kLanes <= args.width; k += kSums * kLanes) {
-    measure<true>(input + k, rest + k, kSums * kLanes, magnitudes);
-  }
-  if (k < args.width) measure<false>(input + k, rest + k, args.width - k, magnitudes);
+  constexpr std::size_t kAtOnce = kSums * kLanes;
+  const std::size_t whole = args.width / kAtOnce * kAtOnce, left = args.width - whole;
+  Floats sums[kSums] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
+  for (std::size_t k = 0; k < whole; k += kAtOnce) measure<true>(input + k, rest + k, kAtOnce, sums);
+  if (left > 0) measure<false>(input + whole, rest + whole, left, sums);
   args.outliers.counts[row] = 0;
-  const Floats(&sums)[kSums] = magnitudes.sums;
   const float total = sum((sums[0] + sums[2]) + (sums[1] + sums[3]));
   const Floats limit = all(kOutlierRatio * total / static_cast<float>(args.width));
-  if (!any_of(less(limit, magnitudes.most))) return;
-  for (k = 0; k < args.width; k += kLanes) {
-    const Mask beyond = less(limit, absolute(load(input + k, args.width - k)));
-    if (!any_of(beyond)) continue;
-    for (std::uint32_t found = bits(beyond); found != 0; found &= found - 1) {
-      take_one(args, row, k + static_cast<std::size_t>(std::countr_zero(found)));
-    }
-  }
+  for (std::size_t k = 0; k < whole; k += kAtOnce) take_beyond<true>(args, row, k, kAtOnce, limit);
+  if (left > 0) take_beyond<false>(args, row, whole, left, limit);
 }
 
 // The products of one row with adjacent blocks of columns.

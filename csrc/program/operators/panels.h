@@ -20,7 +20,7 @@ std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
   return kernel.isa == Isa::amx ? 4 : kernel.isa == Isa::avx2 ? 6 : 3;
 }
 
-// Computes the columns of blocks [begin, end) of one panel: the products of the digits and the weight. Bias
+// Computes the columns of blocks [begin, end) of a few panels: the products of the digits and the weight. Bias
 // and residual are added once.
 template <typename Args>
 void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args args, const Frame& frame,
@@ -38,17 +38,21 @@ void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args 
   }
 }
 
-// Computes the columns of blocks [begin, end), panel by panel; `add_outliers` adds to a panel's columns
-// afterwards.
+// Number of panels of a single digit after which outliers are added. A processor mispredicts the number of a row's
+// outliers once for all of these panels; the results of more panels would leave the nearest cache.
+inline constexpr std::size_t kPanelsTogether = 2;
+
+// Computes the columns of blocks [begin, end), panel by panel; `add_outliers` adds to the columns of one or a few
+// panels afterwards.
 template <typename Function, typename Args, typename AddOutliers>
 void multiply_panels(const KernelRow<Function>& kernel, const Args& args, const Frame& frame,
                      const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
                      const AddOutliers& add_outliers) {
-  const std::size_t panel_blocks = blocks_per_panel(kernel);
-  for (std::size_t block = begin; block < end; block += panel_blocks) {
-    const std::size_t panel_end = std::min(block + panel_blocks, end);
-    multiply_panel(kernel.function, args, frame, digits, block, panel_end);
-    add_outliers(block, panel_end);
+  const std::size_t at_once = blocks_per_panel(kernel) * (digits.size() == 1 ? kPanelsTogether : 1);
+  for (std::size_t block = begin; block < end; block += at_once) {
+    const std::size_t last = std::min(block + at_once, end);
+    multiply_panel(kernel.function, args, frame, digits, block, last);
+    add_outliers(block, last);
   }
 }
 
