@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 from chunkrt.runtime.state_tensors import tiled_writes
 
 HEADS, SLOTS, WIDTH = 2, 256, 32
-RANGES = (
-    [(0, SLOTS), (64, 192), (32, 64), (0, 16), (16, 48), (32, 96), (48, 160)]
-    + [(0, 1), (5, 6), (15, 17), (3, 61), (17, 207), (63, 65), (100, 228), (130, 131), (7, 256)]
-    + [(20, 20), (64, 64)]
-)
+TILED = [(0, SLOTS), (64, 192), (32, 64), (0, 16), (16, 48), (32, 96), (48, 160)]
+RAGGED = [(0, 1), (5, 6), (15, 17), (3, 61), (17, 207), (63, 65), (100, 228), (130, 131), (7, 256)]
+RANGES = [*TILED, *RAGGED, (20, 20), (64, 64)]
 
 
 def in_tiles(rows: NDArray[np.uint16], start: int, *, are_values: bool) -> NDArray[np.uint16]:

@@ -45,15 +45,16 @@
 // units of tanh and a product). Weights below e^-87 count as 0. A NaN or an infinity in a row affects the
 // output of that row and, through the caches, that of later rows that attend to it, but no other rows.
 //
-// Numerics of AttentionMath::bfloat16: factors are rounded to bfloat16, to nearest even, and past its largest
-// number to infinity: each element of a query, after RoPE and the multiplication by `scale`; each element of
-// keys and values, on reading from the cache, or on appending to a bfloat16 cache, and of a raw key after
-// RoPE; and each weight w[j], before it enters l and o. Products are exact in float32 and summed in float32;
-// maxima, e, l and the rescaling are computed as above, but the sums, including that of l, have an order
-// specific to the instruction set, and a processor may flush values below 2^-126 to 0 in products and their
-// sums. So results may differ between instruction sets. On one instruction set they depend neither on the
-// split of the work nor on the chunking: each row has its own sums, over the same blocks, and an invisible
-// key adds nothing to them. Non-finite values behave as in float32.
+// Numerics of AttentionMath::bfloat16: factors are rounded to bfloat16, to nearest even, and past its
+// largest number to infinity: each element of a query, after RoPE and the multiplication by `scale`; each
+// element of keys and values, on reading from the cache, or on appending to a bfloat16 cache, and of a raw
+// key after RoPE; and each weight w[j], before it enters l and o. Products are exact in float32 and summed
+// in float32; maxima, e, l and the rescaling are computed as above, but the sums, including that of l,
+// have an order specific to the instruction set, the e of a weight may have a relative error of up to
+// 2^-13 instead, a 32nd of its rounding, and a processor may flush values below 2^-126 to 0 in products
+// and their sums. So results may differ between instruction sets. On one instruction set they depend
+// neither on the split of the work nor on the chunking: each row has its own sums, over the same blocks,
+// and an invisible key adds nothing to them. Non-finite values behave as in float32.
 #pragma once
 
 #include <cstddef>

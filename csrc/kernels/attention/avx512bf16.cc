@@ -56,8 +56,7 @@ CHUNKRT_LANES Floats combine_each(const Floats (&vectors)[kLanes], Combine combi
     two[i] = combine(Floats{_mm512_shuffle_ps(x, y, 0x44)}, Floats{_mm512_shuffle_ps(x, y, 0xee)});
   }
   const __m512 x = two[0].of, y = two[1].of;
-  const Floats one =
-      combine(Floats{_mm512_shuffle_ps(x, y, 0x88)}, Floats{_mm512_shuffle_ps(x, y, 0xdd)});
+  const Floats one = combine(Floats{_mm512_shuffle_ps(x, y, 0x88)}, Floats{_mm512_shuffle_ps(x, y, 0xdd)});
   const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 7, 5, 6, 4, 11, 9, 10, 8, 3, 1, 2, 0);
   return {_mm512_permutexvar_ps(order, one.of)};
 }
@@ -77,7 +76,8 @@ CHUNKRT_LANES Floats largest_scores(const float* scores) {
              max(load(scores + 2 * kLanes), load(scores + 3 * kLanes)));
 }
 
-// Converts the scores of a row to weights, and returns 16 partial sums. `logarithm`: of the maximum, to base 2.
+// Converts the scores of a row to weights, and returns 16 partial sums. `logarithm`: of the maximum, to
+// base 2.
 CHUNKRT_LANES Floats weigh_row(const float* scores, float logarithm, std::uint16_t* weights) {
   const Floats scale = all(kLog2E), largest = all(logarithm);
   Floats sums = all(0.0f);
@@ -112,8 +112,8 @@ void weigh_sixteen(const ScoredRows& rows, std::size_t begin, std::size_t count)
   }
   const Floats old_maximum = load(rows.maxima + begin, rest);
   const Floats maximum = max(combine_each(found, [](Floats x, Floats y) { return max(x, y); }), old_maximum);
-  const Floats rescale = select(Mask{static_cast<__mmask16>(seeing)},
-                                exp_of_nonpositive(old_maximum - maximum), all(1.0f));
+  const Floats rescale =
+      select(Mask{static_cast<__mmask16>(seeing)}, exp_of_nonpositive(old_maximum - maximum), all(1.0f));
   store(rows.maxima + begin, maximum, rest);
   float logarithms[kLanes], factors[kLanes];
   store(logarithms, maximum * all(kLog2E));
@@ -129,7 +129,9 @@ void weigh_sixteen(const ScoredRows& rows, std::size_t begin, std::size_t count)
   }
   const Floats sums = combine_each(found, [](Floats x, Floats y) { return x + y; });
   store(rows.sums + begin, multiply_add(load(rows.sums + begin, rest), rescale, sums), rest);
-  for (std::uint32_t left = seeing & ~static_cast<std::uint32_t>(_mm512_cmp_ps_mask(rescale.of, _mm512_set1_ps(1.0f), _CMP_EQ_OQ)); left != 0; left &= left - 1) {
+  for (std::uint32_t left = seeing & ~static_cast<std::uint32_t>(
+                                         _mm512_cmp_ps_mask(rescale.of, _mm512_set1_ps(1.0f), _CMP_EQ_OQ));
+       left != 0; left &= left - 1) {
     const auto i = static_cast<std::size_t>(std::countr_zero(left));
     float* const out = rows.outs + (begin + i) * rows.columns;
     for (std::size_t d = 0; d < rows.columns; d += kLanes) store(out + d, load(out + d) * all(factors[i]));

@@ -16,7 +16,7 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kColumns = 8;        // columns of a tile of sums
+constexpr std::size_t kColumns = 8;  // columns of a tile of sums
 constexpr std::size_t kJoinedRows = 2 * kRowsPerTile;
 constexpr std::size_t kMostRowPairs = 4;   // pairs of rows of a tile of sums: 16 of 32 registers
 constexpr std::size_t kJoinedDepth = 128;  // depth that is multiplied before sums pass through memory

@@ -12,8 +12,9 @@ inline constexpr std::size_t kQueriesPerItem = 48;  // a multiple of every kerne
 // An item is large because rounding and packing a block for tiles takes the same time for any number of
 // queries; see tiles.h.
 inline constexpr std::size_t kQueriesPerTileItem = 192;
-// With a bfloat16 cache nothing is packed, so small items, which balance the threads, cost little with vectors.
-// (With AMX the items remain large, because smaller ones were not measured.) `num_queries`: of a KV head.
+// With a bfloat16 cache nothing is packed, so small items, which balance the threads, cost little with
+// vectors. (With AMX the items remain large, because smaller ones were not measured.) `num_queries`: of a KV
+// head.
 constexpr std::size_t queries_per_tiled_item(std::size_t num_queries) {
   constexpr std::size_t kMost = 96;
   return num_queries >= 3 * kMost ? kMost : kMost / 2;

@@ -1,5 +1,5 @@
-// Scores of a block of keys of which a row may see only a part. One file for each instruction set includes this
-// header; nothing here is visible outside of that file.
+// Scores of a block of keys of which a row may see only a part. One file for each instruction set includes
+// this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <math.h>

@@ -6,10 +6,10 @@
 // - accumulate(weights, weights_stride, num_rows, values, begin_key, end_key, outs, outs_stride, columns):
 //   outs [num_rows, columns] += weights [num_rows, kKeysPerBlock] @ values; the weights of keys outside of
 //   [begin_key, end_key) are 0. The strides are 0 only for one row.
-// `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a result
-// depends on the row of its left operand only, and its order of additions only on the instruction set, so the
-// result of a row is the same in a chunk and alone. (Adding products with weights of 0 changes no sum.)
-// `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or MatrixProducts
+// `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a
+// result depends on the row of its left operand only, and its order of additions only on the instruction set,
+// so the result of a row is the same in a chunk and alone. (Adding products with weights of 0 changes no
+// sum.) `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or MatrixProducts
 // (neon_bf16.cc).
 //
 // A bfloat16 cache stores keys and values in this layout. With other caches, each item rounds and packs every
@@ -89,7 +89,7 @@ class TileItem {
   static constexpr std::size_t kRowsAtOnce = Products::kRowsAtOnce;
   // The bounds of rows that see a complete block.
   static constexpr std::array<std::size_t, kRowsAtOnce> kNone = filled<kRowsAtOnce>(0),
-                                                         kWhole = filled<kRowsAtOnce>(kKeysPerBlock);
+                                                        kWhole = filled<kRowsAtOnce>(kKeysPerBlock);
   static_assert(kRowsAtOnce <= kMostRowsAtOnce && kQueriesPerTileItem % kRowsAtOnce == 0);
 
   void begin_queries() {
@@ -173,8 +173,7 @@ class TileItem {
     }
     block_keys_ = tiled_block(args_, args_.key_cache, item_.kv_head, start);
     block_values_ = tiled_block(args_, args_.value_cache, item_.kv_head, start);
-    const bool see_all =
-        first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0];
+    const bool see_all = first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0];
     if (see_all || are_values_finite(block_values_)) {
       are_finite_ = true;  // or irrelevant, because all rows attend to all values
     } else {
@@ -269,8 +268,8 @@ class TileItem {
     }
   }
 
-  // Finds the keys of a block that each row sees, and the first and the end of all of them. Returns true if all
-  // rows see all keys that the item sees.
+  // Finds the keys of a block that each row sees, and the first and the end of all of them. Returns true if
+  // all rows see all keys that the item sees.
   bool find_seen(std::size_t start, std::size_t row, std::size_t num_rows, std::size_t* first,
                  std::size_t* visible, std::size_t* begin, std::size_t* end) const {
     const std::size_t packed_first = distance(start, first_key_, kKeysPerBlock);

@@ -169,7 +169,8 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         .soft_cap = shape.soft_cap,
         .sinks = sinks ? frame.get<const float>(*sinks) : nullptr,
         .math = shape.math,
-        .queries_per_item = is_small ? queries_per_tiled_item(frame.size_of(Symbol::T) * (num_heads / num_kv_heads)) : 0,
+        .queries_per_item =
+            is_small ? queries_per_tiled_item(frame.size_of(Symbol::T) * (num_heads / num_kv_heads)) : 0,
         .appends = shape.appends};
   };
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));

@@ -20,8 +20,8 @@ std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
   return kernel.isa == Isa::amx ? 4 : kernel.isa == Isa::avx2 ? 6 : 3;
 }
 
-// Computes the columns of blocks [begin, end) of a few panels: the products of the digits and the weight. Bias
-// and residual are added once.
+// Computes the columns of blocks [begin, end) of a few panels: the products of the digits and the weight.
+// Bias and residual are added once.
 template <typename Args>
 void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args args, const Frame& frame,
                     const std::vector<Digit>& digits, std::size_t begin, std::size_t end) {
@@ -38,12 +38,12 @@ void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args 
   }
 }
 
-// Number of panels of a single digit after which outliers are added. A processor mispredicts the number of a row's
-// outliers once for all of these panels; the results of more panels would leave the nearest cache.
+// Number of panels of a single digit after which outliers are added. A processor mispredicts the number of a
+// row's outliers once for all of these panels; the results of more panels would leave the nearest cache.
 inline constexpr std::size_t kPanelsTogether = 2;
 
-// Computes the columns of blocks [begin, end), panel by panel; `add_outliers` adds to the columns of one or a few
-// panels afterwards.
+// Computes the columns of blocks [begin, end), panel by panel; `add_outliers` adds to the columns of one or a
+// few panels afterwards.
 template <typename Function, typename Args, typename AddOutliers>
 void multiply_panels(const KernelRow<Function>& kernel, const Args& args, const Frame& frame,
                      const std::vector<Digit>& digits, std::size_t begin, std::size_t end,
