@@ -18,6 +18,7 @@ PAGES = {
     "bench/RESULTS.md": "bench/RESULTS.md",
     "examples/README.md": "examples/README.md",
     "examples/chunkrt-torch/README.md": "examples/chunkrt-torch/README.md",
+    **{f"bench/results/{path.name}": f"bench/results/{path.name}" for path in ROOT.glob("bench/results/*.md")},
 }
 
 
