@@ -1,5 +1,6 @@
 // attention with NEON.
 #include "kernels/attention/pair_products.h"
+#include "kernels/attention/round_bfloat.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/attention/weigh_rows.h"
 
