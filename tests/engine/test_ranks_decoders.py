@@ -383,6 +383,34 @@ def test_memory_of_a_rank_is_an_even_share(name):
         assert found_file - found_small <= 1.05 * (of_file - small) / 2 + 4096  # its header
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "of_weights", "of_caches"),
+    [
+        (9, 3, 2, 1.33, 1.33),
+        (9, 3, 3, 1, 1),
+        (9, 3, 4, 1.33, 1.33),
+        (14, 2, 3, 1.5, 1.5),
+        (14, 2, 4, 1.25, 2),
+        (32, 8, 16, 1.2, 2),
+        (32, 8, 6, 1.5, 1.5),
+    ],
+)
+def test_memory_of_copied_and_padded_heads_is_that_of_the_page(heads, kv_heads, size, of_weights, of_caches):
+    """Factors of the even share in docs/parallel.md, of every rank."""
+    source = RandomCheckpoint({**CONFIG, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+
+    def numbers(ranks):
+        plan = partition(trace(build_decoder(source, ranks)), family="llama")
+        weights = [t for t in plan.tensors.values() if t.name.endswith(("qkv_proj.weight", "o_proj.weight"))]
+        caches = [t for t in plan.tensors.values() if t.kind == "state"]
+        return sum(np.prod(t.shape) for t in weights), sum(t.shape[0] for t in caches)
+
+    whole = numbers(ALONE)
+    for rank in range(size):
+        factors = [size * own / of_one for own, of_one in zip(numbers(Ranks(rank, size)), whole, strict=True)]
+        assert factors == pytest.approx([of_weights, of_caches], abs=0.005)
+
+
 def test_engine_directory_belongs_to_one_rank_and_size(tmp_path):
     folder = tmp_path / "engine"
     recipe = Recipe(scheme=SCHEMES["float"])
