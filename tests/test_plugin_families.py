@@ -383,10 +383,12 @@ def test_faulty_expansion_is_reported_before_a_run(plugged, name, expansion, mes
 def test_function_with_a_wrong_result_is_named_where_nodes_run_alone():
     """Calibration, comparisons and statistics by layer run nodes one by one."""
     register_operator("mine", "Short", Operator(num_inputs=1, output=lambda attributes, shapes: shapes[0]))
-    registered_operators().register("mine_short", "mine")(lambda x: x[1:])
+    with registered_operators().from_distribution("acme-ops"):
+        registered_operators().register("mine_short", "mine")(lambda x: x[1:])
     node = Node(name="model.short", op="Short", domain="mine", inputs=("x",), outputs=("y",), attributes={})
     message = (
-        r"node 'model\.short': mine::Short by .* failed: ValueError: it returned the shape \[2, 4\], expected \[3, 4\]"
+        r"node 'model\.short': mine::Short by .* of acme-ops failed: ValueError: it returned the shape \[2, 4\], "
+        r"expected \[3, 4\]"
     )
     with pytest.raises(BackendError, match=message):
         run_operator(node, [np.ones((3, 4), np.float32)])

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 import chunkrt
 from chunkrt import backends, plugins
 from chunkrt.backends import Support
+from chunkrt.backends.dispatch import registered_operators
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.registry import OperatorRegistry
@@ -30,6 +31,7 @@ from chunkrt.engine.roles import default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.content import cache_key
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph import decoders
+from chunkrt.graph.operators import Operator, register_operator
 from chunkrt.onnx.window_session import OnnxSession
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import SCHEMES
@@ -210,6 +212,37 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
         assert not finding.ok
         assert "'rms_norm' is registered by" in finding.advice
         assert "choose one by `ops='rms_norm=NAME'`" in finding.advice
+
+
+def finding_of_forms(monkeypatch, *forms):
+    """Return the doctor's finding for a plug-in that registers forms, as pairs of operator and name."""
+    registry = registered_operators().copy()
+    with registry.from_distribution("one"):
+        for operator, name in forms:
+            registry.register(operator, name)(lambda *inputs: inputs[0])
+    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
+    return doctor.check_plugin(
+        SimpleNamespace(
+            name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
+        )
+    )
+
+
+def test_doctor_reports_operators_that_do_not_exist(monkeypatch):
+    finding = finding_of_forms(monkeypatch, ("rms_norm", "fast"), ("silu_mull", "fast"))
+    assert not finding.ok
+    assert finding.advice.startswith(
+        f"the form 'fast' of one ({__name__}) never runs, because no operator has the name"
+    )
+    assert "'silu_mull'; did you mean 'silu_mul'? correct the name" in finding.advice
+
+
+def test_doctor_accepts_operators_that_packages_add(monkeypatch):
+    """The package has the reference of one operator, and another package's decoder has the row of the other one."""
+    forms = (("one_mixer", "reference"), ("one_mixer", "fast"), ("other_gate", "fast"), ("sampler", "greedy"))
+    assert not finding_of_forms(monkeypatch, *forms).ok
+    register_operator("other", "Gate", Operator(num_inputs=1, output=lambda attributes, shapes: shapes[0]))
+    assert finding_of_forms(monkeypatch, *forms).ok
 
 
 def test_doctor_accepts_forms_of_two_packages_for_different_backends(monkeypatch):

@@ -269,7 +269,8 @@ class Dispatcher:
         arrays = constants([name for name in subgraph.weights if name in taken], plan, scheme, weights)
         if subgraph.weights:
             weights.forget_pages()  # the functions have copies
-        return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
+        packages = {use.node.name: runner.form.distribution for use, runner in section.runners if runner.form}
+        return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors, packages)
 
     def _step(
         self, use: Use, runner: Runner, section: Section, weights: WeightStore

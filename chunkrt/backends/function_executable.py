@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,7 @@ class FunctionExecutable:
         steps: pairs of a function and the node that determines its arguments.
         constants: the weights by name.
         tensors: the plan's tensors, with the shapes and types that results must have.
+        packages: the installed packages that provide functions, by the name of the node, for errors.
     """
 
     fixed_length: int | None = None
@@ -119,8 +121,10 @@ class FunctionExecutable:
         steps: Sequence[tuple[Node, Operator]],
         constants: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
+        packages: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._name = name
+        self._packages = packages
         self._tensors = tensors
         self._steps = steps
         self._constants = constants
@@ -154,7 +158,8 @@ class FunctionExecutable:
 
     def _failure(self, node: Node, function: Operator, reason: str) -> str:
         what = qualified(node.domain, node.op)
-        return f"{self._name}, node {node.name!r}: {what} by {function_name(function)} failed: {reason}"
+        who = function_name(function, self._packages.get(node.name, ""))
+        return f"{self._name}, node {node.name!r}: {what} by {who} failed: {reason}"
 
 
 def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
@@ -179,8 +184,11 @@ def read_only(array: Array) -> Array:
     return view
 
 
-def function_name(function: Operator) -> str:
-    """Return a function's module and name, e.g. "chunkrt.backends.reference.rotate_half"."""
+def function_name(function: Operator, package: str = "") -> str:
+    """Return a function's module and name, e.g. "chunkrt.backends.reference.rotate_half", and then the installed
+    package that provides it, if it is given: "acme_ops.norm of acme-ops".
+    """
     while isinstance(function, partial):
         function = function.func
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return f"{name} of {package}" if package else name

@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from chunkrt.backends import PLUGINS as BACKENDS_OF_PLUGINS
 from chunkrt.errors import ConfigError, PartitionError, unknown_name
 from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import Node
-from chunkrt.graph.uses import PARTS, SAMPLER, OperatorNode, Use
+from chunkrt.graph.uses import PARTS, SAMPLER, OperatorNode, Use, operator_names
 
 REFERENCE, NATIVE, NPU, LINK = "reference", "native", "npu", "link"
 
@@ -275,10 +276,22 @@ class OperatorRegistry:
         return next(iter(found.values()), None), reasons
 
     def check_plugins(self, distribution: str) -> None:
-        """Raise ConfigError if another package has forms of an operator that a plug-in also has, and no form of either
-        ever refuses a node.
+        """Raise ConfigError if a plug-in has forms of an unknown operator; or if another package has forms of an
+        operator that the plug-in also has, and no form of either ever refuses a node. Load decoder families before,
+        because they may add operators.
         """
+        known = {form.operator for form in self._all() if not form.is_plugin or form.name == REFERENCE}
+        known |= {*CALLED, *operator_names()}
         for operator in self._forms:
+            for form in self.plugin_forms(operator):
+                if form.distribution == distribution and operator not in known:
+                    hint = "correct the name, or install the package whose decoders use it"
+                    if nearest := get_close_matches(operator, known, n=1):
+                        hint = f"did you mean {nearest[0]!r}? {hint}"
+                    raise ConfigError(
+                        f"the form {form.name!r} of {form.origin} never runs, because no operator has the name "
+                        f"{operator!r}; {hint}"
+                    )
             forms = {form.provider: form for form in self.plugin_forms(operator) if form.refuses is None}
             if distribution in forms:
                 own = set(forms[distribution].backends)

@@ -280,7 +280,9 @@ def _plugins() -> list[Finding]:
         from chunkrt.graph import decoders
 
         groups.append(decoders.PLUGINS)
-    return [check_plugin(plugin) for group in groups for plugin in group.plugins]
+    # Decoder families may add operators, so they are loaded before the names of operators are checked.
+    checked = {plugin: check_plugin(plugin) for group in reversed(groups) for plugin in group.plugins}
+    return [checked[plugin] for group in groups for plugin in group.plugins]
 
 
 def check_plugin(plugin: Plugin[Any]) -> Finding:

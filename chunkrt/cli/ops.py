@@ -37,7 +37,12 @@ class OperatorRow:
 )
 @model_argument
 @json_option("Print a JSON object.")
-@click.option("--nodes", "by_node", is_flag=True, help="List every node instead of the number of uses.")
+@click.option(
+    "--nodes",
+    "by_node",
+    is_flag=True,
+    help="List every node in the model's order, instead of the number of uses.",
+)
 @ranks_options
 @planning_options
 def ops(model: str, as_json: bool, by_node: bool, size: int | None, rank: int | None, **settings: Any) -> None:
@@ -55,6 +60,7 @@ def ops(model: str, as_json: bool, by_node: bool, size: int | None, rank: int | 
     players = supports_by_role(options, scheme)
     supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}
     nodes: dict[OperatorRow, list[str]] = {}
+    listed: list[tuple[OperatorRow, str]] = []
     for subgraph in plan.subgraphs:
         backend = roles.get(subgraph.device, subgraph.device)
         for section in dispatcher.sections(subgraph, backend):
@@ -62,15 +68,16 @@ def ops(model: str, as_json: bool, by_node: bool, size: int | None, rank: int | 
                 dispatcher.check(section, backend, supports[backend])
             for use, runner in section.runners:
                 for row in _rows(runner, subgraph.device, dispatcher):
-                    nodes.setdefault(row, []).append(use.node.name)
-    nodes[_row(dispatcher.sampler(), "session")] = [""]
+                    listed.append((row, use.node.name))
+    listed.append((_row(dispatcher.sampler(), "session"), ""))
+    for row, name in listed:
+        nodes.setdefault(row, []).append(name)
     rows = sorted(nodes, key=lambda row: (row.operator, row.role, row.form))
     if as_json:
         found = [{**asdict(row), "uses": len(nodes[row]), "nodes": list(filter(None, nodes[row]))} for row in rows]
         click.echo(json.dumps({"model": model, "scheme": scheme.name, **roles, "operators": found}, indent=1))
     elif by_node:
-        listed = [(row.operator, name, *_cells(row)) for row in rows for name in nodes[row]]
-        print_table([("operator", "node", *HEADER), *listed])
+        print_table([("operator", "node", *HEADER), *((row.operator, name, *_cells(row)) for row, name in listed)])
     else:
         print_table(
             [("operator", "uses", *HEADER), *((row.operator, str(len(nodes[row])), *_cells(row)) for row in rows)]

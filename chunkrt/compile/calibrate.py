@@ -405,6 +405,6 @@ def _call_plugin(plugin: Form, use: Use, declared: OperatorNode, inputs: Sequenc
     except ChunkrtError:
         raise
     except Exception as error:  # a plug-in's function may raise any exception
-        what, who = qualified(node.domain, node.op), function_name(function)
+        what, who = qualified(node.domain, node.op), function_name(function, plugin.distribution)
         reason = f"{type(error).__name__}: {error}"
         raise BackendError(f"node {node.name!r}: {what} by {who} failed: {reason}") from error

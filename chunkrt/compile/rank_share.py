@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.modules import Float32, Share
+from chunkrt.graph.modules import Float32, Number, Share
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import Node, linear_nodes
+from chunkrt.graph.plan import Node, expert_weights, linear_nodes
 from chunkrt.quant.arithmetic import Integers
 from chunkrt.quant.grid import LinearGrids
 
@@ -34,12 +36,17 @@ class RankShare:
         return self._planned if is_own else self._complete
 
     def cut(self, name: str, values: Float32) -> Float32:
-        """Return the rank's part of a weight's values; a linear's values are returned unchanged."""
-        if name in self._linears:
+        """Return the rank's part of a weight's values. The values of linears and of routed experts are returned
+        unchanged, because they are quantised before they are cut.
+        """
+        if name in self._linears or name in self._experts:
             return values
-        for axis, share in enumerate(self._shares(name)):
-            values = values if share is None else share.take(values, axis)
-        return values
+        return _cut(values, self._shares(name))
+
+    def cut_experts(self, name: str, integers: NDArray[np.int8], scale: Float32) -> tuple[NDArray[np.int8], Float32]:
+        """Return the rank's part of the integers [E, K, N] and scales [E, N] of complete experts."""
+        shares = self._shares(name)
+        return _cut(integers, shares), _cut(scale, [share for axis, share in enumerate(shares) if axis != 1])
 
     def linear(self, name: str) -> Node:
         """Return the node of a linear in the complete decoder."""
@@ -77,3 +84,13 @@ class RankShare:
     @cached_property
     def _linears(self) -> dict[str, Node]:
         return linear_nodes(self._complete.plan)
+
+    @cached_property
+    def _experts(self) -> set[str]:
+        return expert_weights(self._complete.plan)
+
+
+def _cut(values: NDArray[Number], shares: Sequence[Share | None]) -> NDArray[Number]:
+    for axis, share in enumerate(shares):
+        values = values if share is None else share.take(values, axis)
+    return values

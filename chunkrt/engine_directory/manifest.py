@@ -34,7 +34,7 @@ from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 
 FORMAT = 7
-SPLIT_FORMAT = 2
+SPLIT_FORMAT = 3
 """Version of the split over ranks, raised when ranks would have other parts of a decoder."""
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20

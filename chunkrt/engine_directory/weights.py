@@ -88,8 +88,8 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
             )
 
 
-class LinearShares(Protocol):
-    """A rank's columns of the linears of a complete decoder."""
+class QuantizedShares(Protocol):
+    """A rank's part of the linears and routed experts of a complete decoder."""
 
     def linear(self, name: str) -> Node:
         """Return the node of a linear in the complete decoder."""
@@ -97,6 +97,10 @@ class LinearShares(Protocol):
 
     def cut_linear(self, name: str, integers: Integers, grids: LinearGrids) -> tuple[Integers, LinearGrids]:
         """Return the rank's columns of a complete linear, with their grids."""
+        ...
+
+    def cut_experts(self, name: str, integers: NDArray[np.int8], scale: Float32) -> tuple[NDArray[np.int8], Float32]:
+        """Return the rank's part of the integers [E, K, N] and scales [E, N] of complete experts."""
         ...
 
 
@@ -163,7 +167,7 @@ def write_weights(
     load_blocks: LoadBlocks = lambda name: None,
     rounded: Mapping[str, Integers | BlockTensor] = MappingProxyType({}),
     calibration: Calibration | None = None,
-    share: LinearShares | None = None,
+    share: QuantizedShares | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Load every weight of the plan, quantise it under the scheme, and write the store.
@@ -177,8 +181,8 @@ def write_weights(
         rounded: linears that are quantised already.
         path: path of the store; the caller ensures that the file is written completely or not at all (by renaming it).
         calibration: calibration of this decoder; a static scheme needs it.
-        share: the rank's part of the linears of a static scheme, whose `load`, `rounded` and `calibration` are those of
-            the complete decoder.
+        share: the rank's part of the linears and experts of a static scheme, whose `load`, `rounded` and `calibration`
+            are those of the complete decoder.
         progress: called with the number of finished weights and the number of all weights.
 
     Raises:
@@ -232,22 +236,24 @@ def _arrays(
     load_blocks: LoadBlocks,
     rounded: Mapping[str, Integers | BlockTensor],
     calibration: Calibration | None,
-    share: LinearShares | None,
+    share: QuantizedShares | None,
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of a weight's entries by name."""
     name, linear = weight.tensor.name, weight.linear
     if weight.storage in ("float32", "float16"):
         return {name: _as_dtype(load(name), weight.storage, name=name)}
     if weight.storage == "experts":
-        each = [quantize_weight(value, name=name) for value in load(name)]
-        packed = np.stack([pack(integers) for integers, _ in each])
-        return {name: packed, name + SCALE_SUFFIX: np.stack([scale for _, scale in each])}
+        values, scales = zip(*(quantize_weight(value, name=name) for value in load(name)), strict=True)
+        integers, scale = np.stack(values), np.stack(scales)
+        if share is not None:
+            integers, scale = share.cut_experts(name, integers, scale)
+        return {name: np.stack([pack(expert) for expert in integers]), name + SCALE_SUFFIX: scale}
     assert linear is not None
     blocks = load_blocks(name) if weight.storage == "blocks" else None
     quantized = rounded.get(name) or blocks or quantize_linear(load(name), scheme.storage_of(name), name=name)
     if isinstance(quantized, BlockTensor):
-        integers, scales = pack_blocks(quantized)
-        return {name: integers, name + BLOCK_SCALE_SUFFIX: scales}
+        blocks_of_integers, block_scales = pack_blocks(quantized)
+        return {name: blocks_of_integers, name + BLOCK_SCALE_SUFFIX: block_scales}
     grids: LinearGrids | None = None
     if scheme.is_static:
         linear = linear if share is None else share.linear(name)

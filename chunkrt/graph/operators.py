@@ -504,6 +504,11 @@ def find_operator(domain: str, op: str) -> Operator | None:
     return OPERATORS.get((domain, op)) or _of_plugins.get((domain, op))
 
 
+def all_operators() -> tuple[tuple[str, str], ...]:
+    """Return the domain and name of each operator with a row, chunkrt's and those of imported plug-ins."""
+    return (*OPERATORS, *_of_plugins)
+
+
 def is_dynamic(domain: str, op: str) -> bool:
     """Return whether a node that is not placed goes to the CPU; an operator without a row goes to the NPU."""
     row = find_operator(domain, op)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from chunkrt.graph.operators import OPERATORS, find_operator
+from chunkrt.graph.operators import OPERATORS, all_operators, find_operator
 from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Device, Dimension, Node, Plan, Subgraph
 
 _NAMES = {op: row.name for (_, op), row in OPERATORS.items() if row.name}
@@ -130,6 +130,11 @@ def canonical_name(domain: str, op: str) -> str:
     is_foreign = domain.partition(".")[0] not in ("", DOMAIN)
     words = [*(domain.split(".") if is_foreign else ()), op]
     return "_".join(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", word).lower() for word in words)
+
+
+def operator_names() -> set[str]:
+    """Return the canonical names of all operators with a row, chunkrt's and those of imported plug-ins."""
+    return {canonical_name(domain, op) for domain, op in all_operators()}
 
 
 def gated_products(subgraph: Subgraph) -> list[Use]:

@@ -6,7 +6,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 from chunkrt.backends.dispatch import registered_operators
-from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.quant.scheme import SCHEMES, Recipe
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -119,6 +119,16 @@ def test_ops_lists_nodes_with_refusals(command, monkeypatch):
         "model.layers.1.post_attention_layernorm.output": fast,
         "model.norm.output": native,
     }
+
+
+def test_ops_lists_nodes_in_the_order_of_the_model(command):
+    finished = command("ops", GGUF, "--nodes", "--ops=-model.layers.0.mlp.linear")
+    names = [line.split()[1] for line in finished.out.splitlines()[1:]]
+    order = [node.name for subgraph in plan_checkpoint(GGUF, {}).plan.subgraphs for node in subgraph.nodes]
+    places = [order.index(name) for name in names if name in order]
+    assert places == sorted(places)
+    assert names[-1] == "session"  # the sampler has no node
+    assert len(places) == len(names) - 1 > 40
 
 
 @pytest.mark.parametrize(

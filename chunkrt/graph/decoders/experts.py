@@ -16,7 +16,6 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import FeedForward
 from chunkrt.graph.modules import Float32, Module, Parameter, Share
-from chunkrt.graph.plan import ALONE
 
 MOST_EXPERTS = 4096
 
@@ -223,8 +222,8 @@ class RouterGate(Module):
 class Experts(Module):
     """The routed feed-forwards. They run on the CPU unless placed.
 
-    If the ranks sum, a rank has a slice of the columns of every expert, with columns of zeros if necessary, and the
-    results are summed over ranks. Otherwise every rank has the complete experts.
+    A rank has a slice of the columns of every expert, with columns of zeros if necessary, and the results, which are
+    floats under every scheme, are summed over ranks.
 
     Raises:
         ModelError: there are too many experts, or the router would pick more than there are.
@@ -241,7 +240,7 @@ class Experts(Module):
         self._hidden_size, self._mixture = config.hidden_size, mixture
         self._has_stacks = config.has_stacked_experts
         self._factor = np.float32(config.residual_factor * mixture.factor)
-        self._ranks = config.ranks if config.ranks.sums else ALONE
+        self._ranks = config.ranks
         self._inner = Share.even(mixture.width, self._ranks)
 
     def declare(self) -> None:
@@ -262,10 +261,16 @@ class Experts(Module):
         if mixture.expert_factors:
             downs[self.sibling(mixture.expert_factors)] = (num_experts,)
         self.gate_up = Parameter(
-            shape=(num_experts, width, 2 * self._inner.length), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
+            shape=(num_experts, width, 2 * self._inner.length),
+            checkpoint_tensors=gate_ups,
+            combine=self._gates_and_ups,
+            axes=(None, None, self._both()),
         )
         self.down = Parameter(
-            shape=(num_experts, self._inner.length, width), checkpoint_tensors=downs, combine=self._downs
+            shape=(num_experts, self._inner.length, width),
+            checkpoint_tensors=downs,
+            combine=self._downs,
+            axes=(None, self._inner, None),
         )
         if mixture.has_biases:
             self.gate_up_bias, self.down_bias = self._biases()
@@ -300,13 +305,22 @@ class Experts(Module):
                 biases = _apart(tensors[0]) if mixture.are_stacks_by_columns else tensors[0]
             return self._both().take(biases, axis=1)
 
+        # A bias is added once, so that the other ranks have zeros.
+        once = np.full((self._ranks.size, width), width)
+        once[0] = np.arange(width)
+        added = Share(width, once, self._ranks.rank)
+
         def of_downs(*tensors: Float32) -> Float32:
-            factor = self._factor if self._ranks.rank == 0 else np.float32(0)  # a bias is added once
-            return (tensors[0] if self._has_stacks else np.stack(tensors)) * factor
+            return added.take((tensors[0] if self._has_stacks else np.stack(tensors)) * self._factor, axis=1)
 
         return (
-            Parameter(shape=(num_experts, 2 * self._inner.length), checkpoint_tensors=gate_ups, combine=both),
-            Parameter(shape=(num_experts, width), checkpoint_tensors=downs, combine=of_downs),
+            Parameter(
+                shape=(num_experts, 2 * self._inner.length),
+                checkpoint_tensors=gate_ups,
+                combine=both,
+                axes=(None, self._both()),
+            ),
+            Parameter(shape=(num_experts, width), checkpoint_tensors=downs, combine=of_downs, axes=(None, added)),
         )
 
     def _both(self) -> Share:
