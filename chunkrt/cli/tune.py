@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import get_args
 
@@ -16,6 +17,7 @@ from chunkrt.cli.plots import draw_tuned
 from chunkrt.cli.shared_options import DEFAULT_UNIT, engine_fields, verbose_option
 from chunkrt.cli.simulate import accuracy_of, device_option
 from chunkrt.engine.arguments import read_size
+from chunkrt.engine.declaration import number_flag
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
@@ -24,6 +26,7 @@ from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import MeasuredProfile, find_device
 from chunkrt.simulate.arrivals import CLOSED, MOST_TOKENS, draw
+from chunkrt.simulate.quality import read_quality
 from chunkrt.simulate.search import Objective
 from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search
@@ -39,7 +42,8 @@ NUM_DRAWN = 20
 
 @click.command(
     cls=GroupedCommand,
-    first="device_name output prompt_lengths chunk_lengths placements scheme memory pareto plot as_json",
+    first="device_name output prompt_lengths chunk_lengths placements scheme quality_files budget memory pareto plot "
+    "as_json",
 )
 @model_argument
 @device_option
@@ -79,9 +83,25 @@ NUM_DRAWN = 20
     "--scheme",
     group="Quantisation",
     type=click.Choice(list(SCHEMES)),
-    help="Quantisation of weights and activations.  [default: w8a16, or as profiled]",
+    help="Quantisation of weights and activations.  [default: those of --quality; else w8a16, or as profiled]",
 )
 @engine_fields("shadow")
+@option(
+    "--quality",
+    "quality_files",
+    group="Quantisation",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Output of `chunkrt eval --as-npu --json`; repeat it to search its scheme and shadows with others. The "
+    "divergence becomes an axis of --pareto.",
+)
+@option(
+    "--budget",
+    group="Quantisation",
+    metavar="kl=NATS",
+    help="Largest mean KL divergence from the base. It needs --quality.  [default: no limit]",
+)
 @option(
     "--objective",
     group="Search",
@@ -101,7 +121,7 @@ NUM_DRAWN = 20
     "--pareto",
     group="Output",
     is_flag=True,
-    help="Print the choices that no other one exceeds in time, memory or energy, in place of the fastest.",
+    help="Print the choices that no other one exceeds in time, memory, energy or divergence, in place of the fastest.",
 )
 @plot_option("Draw time over memory as .png or .svg (needs matplotlib).")
 @json_option("Print the best, the default and all simulated settings as JSON.")
@@ -115,6 +135,8 @@ def tune(
     placements: tuple[Path, ...],
     scheme: str | None,
     shadow: str | None,
+    quality_files: tuple[Path, ...],
+    budget: str | None,
     objective: Objective,
     memory: str | None,
     dask: str | None,
@@ -125,13 +147,16 @@ def tune(
     """Search the best settings for MODEL, or a built-in shape without weights, on a device.
 
     All combinations of chunk length, partition, policy and chunks in flight are simulated, with attention on the CPU
-    and on the NPU. Then an optimiser cuts the graph module by module. Among the choices within the memory limit and
-    within 1 % of the best objective, the one with the least memory is taken. The result is a file for --settings of
-    run, chat, bench and compile.
+    and on the NPU, under each scheme that --quality measures. Then an optimiser cuts the graph module by module. Among
+    the choices within the limits of memory and divergence and within 1 % of the best objective, the one with the least
+    memory is taken. The result is a file for --settings of run, chat, bench and compile.
     """
     _check_output(output)
     if plot is not None:
         check_picture(plot)
+    if budget is not None and not quality_files:
+        raise ConfigError("--budget needs measured divergences; give --quality FILE, or omit it")
+    most_kl = None if budget is None else _nats(budget)
     device = find_device(device_name)
     prompts = _prompts(prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
@@ -151,6 +176,8 @@ def tune(
             chunk_lengths=chunks,
             placements={str(path): read_placement(path) for path in placements},
             shadow=shadow,
+            qualities=[read_quality(path) for path in quality_files],
+            budget=most_kl,
             memory_bytes=memory_bytes,
             objective=objective,
             dask=dask,
@@ -195,6 +222,14 @@ def _prompts(text: str) -> list[int]:
     return [request.prompt for request in load.requests]
 
 
+def _nats(text: str) -> float:
+    read = number_flag("--budget", "kl=NATS, as in kl=0.01", prefix="kl=")
+    nats = float(read(text))
+    if not 0 < nats < inf:
+        raise ConfigError(f"--budget is {text!r}, expected a number of nats above 0, as in kl=0.01")
+    return nats
+
+
 def _numbers(option: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -215,6 +250,7 @@ def _summary(tuned: Tuned) -> dict[str, object]:
         "shadow": tuned.shadow,
         "memory_bytes": tuned.memory_bytes,
         "objective": tuned.objective,
+        "budget": tuned.budget,
         "settings": tuned.settings,
         "best": asdict(tuned.best),
         "default": asdict(tuned.default),
@@ -234,7 +270,7 @@ def _print(tuned: Tuned, front: Sequence[Setup] | None) -> None:
     prompts = list(dict.fromkeys(tuned.prompt_lengths))
     lengths = ", ".join(map(str, prompts)) if len(prompts) <= MOST_COLUMNS else f"{min(prompts)} to {max(prompts)}"
     click.echo(
-        f"{tuned.model} on {tuned.device.name}, scheme {tuned.scheme}, prompts of {lengths} tokens, "
+        f"{tuned.model} on {tuned.device.name}, {_schemes(tuned)}, prompts of {lengths} tokens, "
         f"objective {tuned.objective}; {tuned.num_simulated} choices simulated"
     )
     fitting = [choice for choice in tuned.choices if tuned.fits(choice)]
@@ -245,17 +281,46 @@ def _print(tuned: Tuned, front: Sequence[Setup] | None) -> None:
     is_several = 1 < len(prompts) <= MOST_COLUMNS
     each = [f"ms {length}" for length in prompts] if is_several else []
     each += ["p95"] if tuned.objective == "p95" else []
-    head = ["ms", *each, "gain", "MB", "joules", "chunk", "in flight", "policy", "attention", "partition", ""]
+    has_quality = tuned.best.mean_kl is not None
+    quality = ["KL", "shadows"] if has_quality else []
+    names = ["scheme"] if has_quality else []
+    head = [
+        "ms",
+        *each,
+        "gain",
+        "MB",
+        "joules",
+        *quality,
+        "chunk",
+        "in flight",
+        *names,
+        "policy",
+        "attention",
+        "partition",
+        "",
+    ]
     shown = fitting[:NUM_SHOWN] if front is None else [*front]
     shown += [choice for choice in (tuned.best, tuned.default) if choice not in shown]
-    _print_table([head, *(_cells(choice, tuned, is_several=is_several) for choice in shown)], len(head) - 4)
+    _print_table(
+        [head, *(_cells(choice, tuned, is_several=is_several) for choice in shown)], len(head) - 4 - len(names)
+    )
+
+
+def _schemes(tuned: Tuned) -> str:
+    """Return the searched schemes as text."""
+    names = list(dict.fromkeys(str(choice.quantisation["scheme"]) for choice in tuned.choices))
+    limit = "" if tuned.budget is None else f" within kl={tuned.budget:g}"
+    return f"scheme{'s' if len(names) > 1 else ''} {', '.join(names)}{limit}"
 
 
 def _print_searched(tuned: Tuned) -> None:
     """Print the partitions of the searches next to those of the rule, and the gap to the lower bound."""
     if tuned.searched:
         click.echo("partitions by the rule and by the optimiser, before the search of policies:")
-        head = ["chunk", "npu", "cpu", "values", "ms", "joules", "MB", "above bound", "attention", "partition", ""]
+        has_quality = tuned.best.mean_kl is not None
+        names = ["scheme"] if has_quality else []
+        head = ["chunk", "npu", "cpu", "values", "ms", "joules", "MB", "above bound", *names]
+        head += ["attention", "partition", ""]
         table = [head]
         for each in tuned.searched:
             exact = "no partition is better" if each.is_exact else f"{each.num_simulated} simulated"
@@ -265,7 +330,8 @@ def _print_searched(tuned: Tuned) -> None:
                 figures = [f"{setup.time_ms:.1f}", _joules(setup), f"{setup.peak_memory_bytes / 1e6:.1f}"]
                 above = f"{setup.cost(tuned.objective) / each.bound - 1:.1%}"
                 sizes = [str(number) for number in (each.chunk_length, *cut)]
-                table.append([*sizes, *figures, above, setup.attention, setup.partition, how])
+                names = [str(setup.quantisation["scheme"])] if has_quality else []
+                table.append([*sizes, *figures, above, *names, setup.attention, setup.partition, how])
         _print_table(table, 8)
     if tuned.gap is not None:
         limit = "" if tuned.memory_bytes is None else ", without the memory limit"
@@ -302,8 +368,10 @@ def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
         f"{tuned.default.time_ms / choice.time_ms:.2f}x",
         f"{choice.peak_memory_bytes / 1e6:.1f}",
         _joules(choice),
+        *([] if choice.mean_kl is None else [f"{choice.mean_kl:.4f}", str(choice.num_shadows)]),
         str(choice.chunk_length),
         "auto" if choice.chunks_in_flight is None else str(choice.chunks_in_flight),
+        *([] if choice.mean_kl is None else [str(choice.quantisation["scheme"])]),
         choice.policy,
         choice.attention,
         choice.partition,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -15,13 +16,16 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 import chunkrt.simulate.tune as search
+from chunkrt.cli.eval import eval as eval_command
 from chunkrt.cli.profile import profile as profile_command
+from chunkrt.engine.resolve import choose_recipe
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.simulate import Shape, find_device, simulate
-from chunkrt.simulate.experiments import near_plans_of
+from chunkrt.simulate.experiments import near_plans_of, with_shadow
+from chunkrt.simulate.quality import Quality
 from chunkrt.simulate.search import TIE
 from chunkrt.simulate.tune import NATURAL, PARTITIONS, SEARCHED, Setup, Tuned, tune
 
@@ -146,6 +150,7 @@ def test_much_energy_is_not_paid_for_little_time() -> None:
     """A choice that saves 2 % of the time for 44 % more energy costs more; one that saves 10 % for 44 % costs less."""
     options = {"partition": "natural", "placement": {}, "attention": "cpu", "chunk_length": 32, "policy": "in_order"}
     options |= {"chunks_in_flight": None, "times_ms": (100.0,), "peak_memory_bytes": 1}
+    options |= {"quantisation": {"scheme": "w8a16"}, "num_shadows": 0, "mean_kl": None}
     usual = Setup(**options, time_ms=100.0, energy_joules=1.0)
     wasteful = replace(usual, times_ms=(98.0,), energy_joules=1.44)
     fast = replace(usual, times_ms=(90.0,), energy_joules=1.44)
@@ -184,6 +189,175 @@ def test_p95_is_the_time_that_one_of_twenty_prompts_exceeds() -> None:
     of_64 = [choice.times_ms[18] for choice in found.choices]
     assert found.best.cost("p95") == found.best.times_ms[18]
     assert found.best.times_ms[18] <= (1 + TIE) * min(of_64)
+
+
+def quality(name: str, mean_kl: float, shadow: str | None = None, **others: object) -> Quality:
+    found = Quality(
+        source=f"{name}.json", scheme=with_shadow(name, shadow), mean_kl=mean_kl, checkpoint="", conditions=()
+    )
+    return replace(found, **others)
+
+
+DOWN_PROJ = "*.down_proj.weight"
+QUALITIES = [quality("w8a16", 0.006), quality("w8a8", 0.148), quality("w8a8", 0.044, DOWN_PROJ)]
+
+
+@pytest.fixture(scope="module")
+def of_qualities(searched: None) -> Tuned:
+    return tune(SMALL, "sd8gen3", prompt_lengths=[100], chunk_lengths=[32], qualities=QUALITIES, workers=1)
+
+
+def test_choices_have_the_divergence_and_the_figures_of_their_schemes(of_qualities: Tuned) -> None:
+    found = {
+        (c.quantisation["scheme"], c.quantisation.get("shadow"), c.num_shadows, c.mean_kl) for c in of_qualities.choices
+    }
+    assert found == {("w8a16", None, 0, 0.006), ("w8a8", None, 0, 0.148), ("w8a8", DOWN_PROJ, SMALL.num_layers, 0.044)}
+    for choice in of_qualities.choices:
+        if (choice.partition, choice.attention, choice.policy, choice.chunks_in_flight) == (
+            *(NATURAL, "cpu", "look_ahead", None),
+        ):
+            scheme = with_shadow(choice.quantisation["scheme"], choice.quantisation.get("shadow"))
+            [plan] = search.plans_of(SMALL, [{}], lambda what, done, total: None, scheme)
+            own = simulate(
+                plan, find_device("sd8gen3"), prompt_length=100, chunk_length=32, policy="look_ahead", scheme=scheme
+            )
+            assert (choice.time_ms, choice.peak_memory_bytes) == (
+                pytest.approx(own.time_to_first_token_ms),
+                own.peak_memory_bytes,
+            )
+
+
+def test_divergence_is_an_axis_of_the_pareto_front(of_qualities: Tuned) -> None:
+    points = {(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0, c.mean_kl or 0.0) for c in of_qualities.choices}
+    front = {p for p in points if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)}
+    assert {(c.time_ms, c.peak_memory_bytes, c.energy_joules, c.mean_kl) for c in of_qualities.pareto} == front
+    assert {c.mean_kl for c in of_qualities.pareto} > {0.006}
+    assert max(c.time_ms for c in of_qualities.pareto if c.mean_kl == 0.006) > of_qualities.pareto[0].time_ms
+
+
+def test_a_budget_leaves_the_schemes_within_it(of_qualities: Tuned) -> None:
+    found = tune(SMALL, "sd8gen3", prompt_lengths=[100], chunk_lengths=[32], qualities=QUALITIES, budget=0.1, workers=1)
+    assert {c.mean_kl for c in found.choices} == {0.006, 0.044}
+    assert found.left_out == {"w8a8": "its mean KL of 0.148 exceeds the budget"}
+    within = [c for c in of_qualities.choices if (c.mean_kl or 0.0) <= 0.1]
+    assert found.best.cost("time") <= (1 + TIE) * min(c.cost("time") for c in within)
+    least = tune(
+        SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], qualities=QUALITIES, budget=0.006, workers=1
+    )
+    assert least.settings["scheme"] == "w8a16"
+    assert "shadow" not in least.settings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w8a8", "shadow": "*.down_proj.weight,*.o_proj.weight"},
+        {"scheme": "w8a8", "shadow": "all", "equalisation": "off"},
+        {"scheme": "w4a16", "rotation": False, "rounding": "nearest"},
+    ],
+)
+def test_settings_quantise_as_the_evaluated_model(options: dict[str, object]) -> None:
+    evaluated = choose_recipe(chunkrt.EngineOptions(npu="qnn", **options), "w8a16").scheme
+    found = tune(
+        SMALL,
+        "sd8gen3",
+        prompt_lengths=[64],
+        chunk_lengths=[32],
+        qualities=[quality("w8a16", 0.1, scheme=evaluated)],
+        workers=1,
+    )
+    names = chunkrt.EngineOptions.__dataclass_fields__
+    own = chunkrt.EngineOptions(npu="qnn", **{key: value for key, value in found.settings.items() if key in names})
+    assert choose_recipe(own, "w8a16").scheme == evaluated
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qualities": [], "budget": 0.1}, "`budget` needs measured divergences"),
+        ({"budget": 0.001}, "no measured scheme stays within the budget of kl=0.001; the smallest divergence is 0.006"),
+        ({"scheme": "w4a16"}, "the KL divergence of w4a16 is unknown"),
+        ({"scheme": "w8a8", "shadow": "all"}, "the KL divergence of w8a8 with shadow all is unknown"),
+        ({"qualities": [*QUALITIES, QUALITIES[0]]}, "w8a16.json and w8a16.json evaluate the same scheme"),
+        (
+            {"qualities": [QUALITIES[0], replace(QUALITIES[1], conditions=("other.txt",))]},
+            "w8a8.json and w8a16.json have other texts, windows or bases",
+        ),
+        (
+            {"qualities": [replace(q, checkpoint=name) for q, name in zip(QUALITIES, "abc", strict=True)]},
+            "evaluate different checkpoints",
+        ),
+        (
+            {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), float_outputs=("*",)))]},
+            "w8a8.json evaluates w8a8 with float outputs, which an NPU quantises",
+        ),
+        ({"qualities": [quality("w8a8-dynamic", 0.1)]}, "'w8a8-dynamic', which the NPU does not run"),
+        (
+            {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), name="mixed"))]},
+            "'mixed', which a search over weights chooses",
+        ),
+        (
+            {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), wide=("*",)))]},
+            "with linear layers that no options choose",
+        ),
+    ],
+)
+def test_an_unknown_divergence_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tune(SMALL, **{"device": "sd8gen3", "prompt_lengths": [64], "qualities": QUALITIES, **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Outputs of `chunkrt eval --json` under two schemes, by their names."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    (folder / "text.txt").write_text("The prompt streams through both processors in chunks. " * 20)
+    found = {}
+    for name, options in (("w8a16", ["--scheme", "w8a16"]), ("shadowed", ["--scheme", "w8a8", "--shadow", DOWN_PROJ])):
+        found[name] = folder / f"{name}.json"
+        with found[name].open("w") as out, redirect_stdout(out):
+            text = ["--text", str(folder / "text.txt"), "--window", "64", "--windows", "1"]
+            eval_command.main([GGUF, *text, "--as-npu", *options, "--json"], standalone_mode=False)
+    return found
+
+
+def test_command_reads_evaluations_and_shows_their_divergences(command, evaluations, tmp_path: Path) -> None:
+    measured = {
+        name: json.loads(path.read_text())["text"]["figures"]["comparison"]["mean_kl"]
+        for name, path in evaluations.items()
+    }
+    options = ["--device", "sd8gen3", "-p", "64", "--chunk", "32", "-o", tmp_path / "tuned.toml"]
+    given = [part for path in evaluations.values() for part in ("--quality", path)]
+    finished = command("tune", GGUF, *options, *given, "--budget", "kl=1", "--pareto")
+    assert finished.status == 0, finished.err
+    assert "KL  shadows" in finished.out
+    assert f"{min(measured.values()):.4f}" in finished.out
+    finished = command("tune", GGUF, *options, *given, "--scheme", "w8a8", "--json")
+    found = json.loads(finished.out)
+    assert {choice["mean_kl"] for choice in found["choices"]} == {measured["shadowed"]}
+    assert {choice["num_shadows"] for choice in found["choices"]} == {2}
+    assert read_settings(tmp_path / "tuned.toml")["shadow"] == DOWN_PROJ
+
+
+def test_command_refuses_evaluations_of_another_checkpoint(command, evaluations, tmp_path: Path) -> None:
+    options = ["--device", "sd8gen3", "-o", tmp_path / "tuned.toml", "--quality", evaluations["w8a16"]]
+    finished = command("tune", checkpoint("lfm2"), *options)
+    assert (finished.status, finished.out) == (1, "")
+    assert "evaluates another checkpoint" in finished.err
+
+
+def test_an_engine_directory_has_the_divergence_of_its_own_scheme(command, evaluations, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    command("compile", GGUF, "-o", folder, "--scheme", "w8a16")
+    options = ["--device", "sd8gen3", "-p", "64", "--chunk", "32", "-o", tmp_path / "tuned.toml", "--json"]
+    finished = command("tune", folder, *options, "--quality", evaluations["w8a16"])
+    assert finished.status == 0, finished.err
+    assert None not in {choice["mean_kl"] for choice in json.loads(finished.out)["choices"]}
+    finished = command("tune", folder, *options, "--quality", evaluations["shadowed"])
+    assert finished.status == 1
+    assert "the KL divergence of w8a16 is unknown" in finished.err
 
 
 def test_default_choice_is_the_engines_default(tuned: Tuned) -> None:
@@ -328,6 +502,10 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
+        (["--budget", "kl=0.1"], "--budget needs measured divergences; give --quality FILE"),
+        (["--budget", "0", "--quality", __file__], "--budget is '0', expected a number of nats above 0"),
+        (["--quality", "nowhere.json"], "nowhere.json: No such file"),
+        (["--quality", __file__], "is not an output of `chunkrt eval --json`"),
         (["--memory", "0.01MB", "--chunk", "32"], "no choice stays within 0.01 MB, the smallest takes "),
         (["--place", "nowhere.toml"], "cannot read the placement file"),
         (["--scheme", "w8a8-dynamic"], "use a static one"),
