@@ -33,6 +33,7 @@ from chunkrt.simulate import DEVICES, LINKS, DeviceProfile, LinkProfile, Simulat
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
 from chunkrt.simulate.compose import SOFTWARE
+from chunkrt.simulate.experiments import with_attention_on_cpu
 from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.sustained import Sustained, sustain
@@ -412,6 +413,8 @@ def _plan(model: str, options: EngineOptions, ranks: Ranks) -> tuple[Plan, Schem
         if Path(model).exists() or model in shapes() or model not in str(error):
             raise
         raise ConfigError(f"{error}; built-in shapes are {', '.join(shapes())}") from error
+    if ranks.are_alone:
+        plan = with_attention_on_cpu(plan, placement_of(model, options), scheme)
     return plan, scheme
 
 

@@ -77,7 +77,8 @@ NUM_DRAWN = 20
     group="Search",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="TOML file of a placement to search, in addition to the default one; may be repeated.",
+    help="TOML file of a placement to search, in addition to the default one, or layers=N,N,... to put only these "
+    "decoder layers on the NPU; may be repeated.",
 )
 @option(
     "--scheme",

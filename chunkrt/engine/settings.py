@@ -10,7 +10,7 @@
     "model.layers.*.mlp.down_proj" = "cpu"
 
 Keys are the fields of `EngineOptions`. `[placement]` assigns devices to patterns of module paths, and `[htp]` contains
-settings of the NPU.
+settings of the NPU. `placement = "layers=0,15"` puts only these decoder layers on the NPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from chunkrt.engine.arguments import require_path
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError, cause_of, unknown_name
 from chunkrt.files import read_toml
+from chunkrt.graph.placement import LAYERS
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -46,9 +47,10 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
         for key in settings:
             if key not in known:
                 raise unknown_name("key", key, known)
-        for key in ("placement", "htp"):
-            if not isinstance(settings.get(key, {}), dict):
-                raise ConfigError(f"{key} is {settings[key]!r}, expected a table, [{key}]")
+        for key, other in (("placement", ', or "layers=0,15"'), ("htp", "")):
+            is_list = key == "placement" and str(settings.get(key)).startswith(LAYERS)
+            if not (is_list or isinstance(settings.get(key, {}), dict)):
+                raise ConfigError(f"{key} is {settings[key]!r}, expected a table, [{key}]{other}")
         if "htp" in settings:
             settings["htp"] = HtpOptions.parse([f"{name}={value}" for name, value in settings["htp"].items()])
         for key, kind in (("calibration", "file"), ("adapter", "file or folder")):

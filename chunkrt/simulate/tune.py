@@ -33,7 +33,15 @@ from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
-from chunkrt.simulate.experiments import GridRow, Rows, experiment, near_plans_of, plans_of, with_shadow
+from chunkrt.simulate.experiments import (
+    GridRow,
+    Rows,
+    experiment,
+    near_plans_of,
+    places_attention,
+    plans_of,
+    with_shadow,
+)
 from chunkrt.simulate.models import is_weightless
 from chunkrt.simulate.quality import Quality, check_comparable
 from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Objective, PartitionSearch, cost_of
@@ -459,7 +467,8 @@ class _SchemeSearch:
         self.choices += [choice for part in self._parts() for choice in self._simulated(part, self._lengths)]
 
     def _parts(self) -> Iterator[_Part]:
-        yield ON_CPU, self._partitions, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
+        on_cpu = {n: p for n, p in self._partitions.items() if not places_attention(self._plans.get(n, self._plan), p)}
+        yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
         if not self._fixed.is_measured and self._has_npu:
             for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths):
                 able = _with_attention(self._partitions, self._plans, attention, max(self._lengths), self._scheme)

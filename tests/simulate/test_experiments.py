@@ -105,6 +105,7 @@ def test_an_interrupt_ends_the_experiment_and_its_workers(workers: int) -> None:
         ({"chunks_in_flight": [0]}, "chunks_in_flight: 0, expected a whole number of at least 1"),
         ({"workers": 0}, "workers: 0, expected"),
         ({"placements": {"lm_head": "npu"}}, "expected a list of placements; put it in brackets"),
+        ({"placements": ["layers=x"]}, "the placement is 'layers=x', expected numbers of layers"),
         ({"placements": ["lm_head"]}, "placements holds 'lm_head', expected a mapping"),
         ({"placements": [{"lm_head": "gpu"}]}, "'lm_head' is placed on 'gpu', expected 'npu' or 'cpu'"),
         ({"placements": [{"lm_haed": "npu"}]}, "did you mean 'lm_head'"),
@@ -138,6 +139,15 @@ def test_named_placements_attentions_and_shadows_are_axes() -> None:
         assert row.time_to_first_token_ms == alone.time_to_first_token_ms
         assert row.peak_memory_bytes == alone.peak_memory_bytes
     assert len({row.time_to_first_token_ms for row in rows}) == 4
+
+
+def test_a_list_of_layers_is_the_placement_of_its_modules() -> None:
+    mapping = {"model.layers.*": "cpu", "model.layers.1": "npu"}
+    listed, mapped = (
+        chunkrt.experiment(SMALL, **POINT, placements={"mine": value}, workers=1) for value in ("layers=1", mapping)
+    )
+    assert listed == mapped
+    assert listed[0].placement == mapping
 
 
 def test_best_and_pareto_rows_are_those_of_a_comparison_of_all_pairs(rows: Rows) -> None:

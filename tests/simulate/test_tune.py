@@ -479,6 +479,28 @@ def test_command_prints_the_partitions_of_rule_and_optimiser_and_the_front(comma
     assert "of a lower bound over all partitions" in finished.out
 
 
+def test_a_list_of_layers_is_searched_as_the_same_placement_in_a_file(command, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('"model.layers.*" = "cpu"\n"model.layers.1" = "npu"\n')
+    options = ["--chunk", "32", "-p", "20", "--json", "--place", "layers=1", "--place", mine]
+    finished = command("tune", GGUF, "--device", "sdxelite", "-o", tmp_path / "tuned.toml", *options)
+    assert finished.status == 0, finished.err
+    of = {
+        name: [
+            {key: value for key, value in choice.items() if key != "partition"}
+            for choice in json.loads(finished.out)["choices"]
+            if choice["partition"] == name
+        ]
+        for name in ("layers=1", str(mine))
+    }
+    assert of["layers=1"] == of[str(mine)] != []
+    assert of["layers=1"][0]["placement"] == {"model.layers.*": "cpu", "model.layers.1": "npu"}
+    assert {choice["attention"] for choice in of["layers=1"]} == {"npu:512"}
+    options = ["--device", "sdxelite", "-p", "20", "--chunk", "32", "--place", "layers=1", "--json"]
+    [alone] = json.loads(command("simulate", GGUF, *options).out)
+    assert of["layers=1"][0]["time_ms"] == pytest.approx(alone["time_to_first_token_ms"])
+
+
 def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('"model.layers.1" = "cpu"\n')
@@ -508,6 +530,8 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["--quality", __file__], "is not an output of `chunkrt eval --json`"),
         (["--memory", "0.01MB", "--chunk", "32"], "no choice stays within 0.01 MB, the smallest takes "),
         (["--place", "nowhere.toml"], "cannot read the placement file"),
+        (["--place", "layers=a"], "the placement is 'layers=a', expected numbers of layers"),
+        (["--place", "layers=7"], "model.layers.7"),
         (["--scheme", "w8a8-dynamic"], "use a static one"),
         (["--dask", "nonsense"], "found no Dask scheduler at 'nonsense'"),
     ],
