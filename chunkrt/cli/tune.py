@@ -171,7 +171,7 @@ def tune(
     with ShownProgress() as progress:
         tuned = search(
             model,
-            device,
+            device_name,
             prompt_lengths=prompts,
             scheme=scheme,
             chunk_lengths=chunks,
@@ -217,7 +217,8 @@ def _prompts(text: str) -> list[int]:
     """Return the prompt lengths of -p: numbers, or a mix as `chunkrt simulate --prompt` takes it."""
     is_file = "," not in text and Path(text).is_file()
     if not (is_file or text.startswith(("uniform:", "lognormal:"))):
-        return _numbers("-p", text)
+        others = "uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, or a file; there is no such file"
+        return _numbers("-p", text, f"; {others}" if "," not in text else "")
     number = max(1, len(Path(text).read_bytes().split())) if is_file else NUM_DRAWN
     load = draw(CLOSED, text, "1", requests=number, context_length=2 * MOST_TOKENS)
     return [request.prompt for request in load.requests]
@@ -231,13 +232,16 @@ def _nats(text: str) -> float:
     return nats
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def _numbers(option: str, text: str, others: str = "") -> list[int]:
+    """Return the numbers of an option; `others` names its other forms in an error."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1, separated by commas, e.g. 64,256")
+        raise ConfigError(
+            f"{option} is {text!r}, expected numbers of at least 1, separated by commas, e.g. 64,256{others}"
+        )
     return numbers
 
 

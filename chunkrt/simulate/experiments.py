@@ -54,6 +54,7 @@ from chunkrt.pictures import Panel, PlotPoint, draw_panels, html_table
 from chunkrt.progress import find_progress
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme
 from chunkrt.runtime.affinity import available_cores
+from chunkrt.runtime.chunk_slots import MOST_SLOTS
 from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask
@@ -144,6 +145,8 @@ class Rows(list[GridRow]):
         Raises:
             ConfigError: there are no rows, or no row has the figure.
         """
+        if not self:
+            raise ConfigError("there are no rows; an experiment has to finish one first")
         known = [row for row in self if _figure_of(row, figure) is not None]
         if not known:
             raise ConfigError(f"no row has the figure {figure!r}")
@@ -451,7 +454,7 @@ def experiment(
             tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048".
         shadow: patterns of 8-bit linears with shadows, separated by commas, or "all", as in `chunkrt.load`; the schemes
             have to be static with 8-bit activations.
-        chunks_in_flight: at least 1; None for the executor's default.
+        chunks_in_flight: 1 to 256; None for the executor's default.
         workers: number of processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, but at most
             the number of cores of this machine. With 1, simulations run in this process.
         dask: the address of a Dask scheduler, or a `distributed.Client`, whose workers replace the processes.
@@ -488,7 +491,7 @@ def experiment(
             raise ConfigError(f"policies: two of them are named {name!r}; rename one")
     prompts, chunks = _axis("prompt_lengths", prompt_lengths), _axis("chunk_lengths", chunk_lengths)
     flights = _axis("chunks_in_flight", chunks_in_flight)
-    flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
+    flights = [None if flight is None else _whole("chunks_in_flight", flight, MOST_SLOTS, "") for flight in flights]
     if workers is not None:
         workers = _whole("workers", workers)
     plans = plans_of(model, found_placements, report, next(iter(found_schemes.values())))
@@ -754,13 +757,13 @@ def _device_name(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfil
     return os.fspath(device) if isinstance(device, str | os.PathLike) else getattr(device, "name", "")
 
 
-def _whole(name: str, value: Any, most: int | None = None) -> int:
-    """Check and return an integer of at least 1, and at most `most` if that is given."""
+def _whole(name: str, value: Any, most: int | None = None, limit: str = ", the model's context") -> int:
+    """Check and return an integer of at least 1, and at most `most` if that is given; `limit` explains it."""
     try:
         number = 0 if isinstance(value, bool) else index(value)
     except TypeError:
         number = 0
     if number < 1 or (most is not None and number > most):
-        expected = "at least 1" if most is None else f"1 to {most}, the model's context"
+        expected = "at least 1" if most is None else f"1 to {most}{limit}"
         raise ConfigError(f"{name}: {value!r}, expected a whole number of {expected}")
     return number

@@ -20,11 +20,12 @@ from statistics import geometric_mean
 from typing import Any, get_args
 
 from chunkrt.backends.qnn.htp_support import npu_support
+from chunkrt.backends.qnn.socs import SOCS
 from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
 from chunkrt.engine.resolve import find_checkpoint
-from chunkrt.engine.settings import settings_text
+from chunkrt.engine.settings import DEVICE, settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import Progress
@@ -149,6 +150,7 @@ class Tuned:
     """Result of a search.
 
     Attributes:
+        device_name: the device as in the call, a name or a file; "" for a profile.
         objective: quantity that was minimised.
         budget: limit of the mean KL divergence; None for no limit.
         choices: choices with different predictions, the fastest first.
@@ -163,6 +165,7 @@ class Tuned:
 
     model: str
     device: DeviceProfile | MeasuredProfile = field(repr=False)
+    device_name: str
     prompt_lengths: tuple[int, ...]
     memory_bytes: int | None
     objective: Objective
@@ -211,7 +214,8 @@ class Tuned:
         """Return the best choice as fields of `EngineOptions`."""
         found: dict[str, Any] = {}
         if isinstance(self.device, DeviceProfile):
-            found["soc"] = self.device.soc
+            if self.device.soc in SOCS:  # an engine knows fewer than the simulator
+                found["soc"] = self.device.soc
         else:
             found["threads"] = max(self.device.budgets)
         found |= {**self.best.quantisation, "chunk_length": self.best.chunk_length, "policy": self.best.policy}
@@ -236,7 +240,8 @@ class Tuned:
             f"Predicted: {_figures(self.best)}.",
             f"Without this file: {_figures(self.default)}.",
         ]
-        return settings_text(self.settings, comments)
+        name = str(Path(self.device_name).resolve()) if self.device_name.endswith(".toml") else self.device_name
+        return settings_text(({DEVICE: name} if name else {}) | self.settings, comments)
 
 
 def tune(
@@ -281,6 +286,7 @@ def tune(
             stays within the memory.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
+    device_name = os.fspath(device) if isinstance(device, str | os.PathLike) else ""
     device = find_device(device) if isinstance(device, str | os.PathLike) else device
     memory_bytes = None if memory_bytes is None else read_size("memory_bytes", memory_bytes)
     if objective not in get_args(Objective):
@@ -328,6 +334,7 @@ def tune(
     return Tuned(
         model=model.source if isinstance(model, Shape) else os.fspath(model),
         device=device,
+        device_name=device_name,
         prompt_lengths=tuple(prompt_lengths),
         memory_bytes=memory_bytes,
         objective=objective,

@@ -135,6 +135,7 @@ def test_command_line_overrides_settings_in_compile(command, write, tmp_path: Pa
         ("[htp]\nvtcm = 4", "unknown NPU setting 'vtcm'"),
         ("[htp]\nvtcm_mb = 'all'", "vtcm_mb is 'all', expected a whole number"),
         ("calibration = 3", "calibration is 3, expected the name of a file"),
+        ("device = 3", "device is 3, expected a name or a file"),
         ("chunk_length", "cannot read the settings file"),
     ],
 )

@@ -391,6 +391,30 @@ def test_settings_file_has_the_choice_and_its_conditions(tuned: Tuned, tmp_path:
         assert any(part in comment for comment in comments), part
 
 
+@pytest.mark.parametrize(("device", "soc"), [("SM8850+executorch", "SM8850"), ("SM8735", None), ("profile", "SM8650")])
+def test_a_simulation_reads_the_device_of_a_settings_file(
+    command, tmp_path: Path, device: str, soc: str | None
+) -> None:
+    if device == "profile":
+        device = str(tmp_path / "mine.toml")
+        bundled = Path(search.__file__).parent / "devices" / "sd8gen3.toml"
+        text = bundled.read_text(encoding="utf-8").replace('name = "Snapdragon 8 Gen 3"', 'name = "mine"')
+        Path(device).write_text(text, encoding="utf-8")
+    path = tmp_path / "tuned.toml"
+    options = ["-p", "64", "--chunk", "32", "--objective", "energy", "--json"]
+    tuned = command("tune", GGUF, "--device", device, "-o", path, *options)
+    assert tuned.status == 0, tuned.err
+    best = json.loads(tuned.out)["best"]
+    assert read_settings(path).get("soc") == soc
+    again = command("simulate", GGUF, "--settings", path, "-p", "64", "--json")
+    assert again.status == 0, again.err
+    [row] = json.loads(again.out)
+    assert row["device"] == json.loads(tuned.out)["device"]
+    assert row["time_to_first_token_ms"] == pytest.approx(best["time_ms"])
+    other = command("simulate", GGUF, "--settings", path, "--device", "sdxelite", "-p", "64", "--json")
+    assert json.loads(other.out)[0]["device"] == find_device("sdxelite").name
+
+
 def test_partitions_that_the_npu_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "PARTITIONS", {NATURAL: {}, "look-up on npu": {"model.embed_tokens": "npu"}})
     found = tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], workers=1)
@@ -519,7 +543,9 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["-o", "tuned.json"], "expected a name that ends in .toml"),
         (["-o", "nowhere/tuned.toml"], "there is no folder"),
         (["--device", "sd9"], "unknown device 'sd9'"),
-        (["-p", "x"], "-p is 'x', expected numbers"),
+        (["-p", "x.txt"], "-p is 'x.txt', expected numbers of at least 1, separated by commas, e.g. 64,256; uniform:"),
+        (["-p", "x.txt"], "or a file; there is no such file"),
+        (["-p", "0,64"], "-p is '0,64', expected numbers of at least 1"),
         (["--chunk", "0"], "--chunk is '0', expected numbers of at least 1"),
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
