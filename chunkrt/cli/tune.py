@@ -42,7 +42,7 @@ NUM_DRAWN = 20
 
 @click.command(
     cls=GroupedCommand,
-    first="device_name output prompt_lengths chunk_lengths placements scheme quality_files budget memory pareto plot "
+    first="device_name output prompt_lengths chunk_lengths placements scheme quality_files budget_text memory pareto plot "
     "as_json",
 )
 @model_argument
@@ -99,6 +99,7 @@ NUM_DRAWN = 20
 )
 @option(
     "--budget",
+    "budget_text",
     group="Quantisation",
     metavar="kl=NATS",
     help="Largest mean KL divergence from the base. It needs --quality.  [default: no limit]",
@@ -110,8 +111,16 @@ NUM_DRAWN = 20
     default="time",
     show_default=True,
     help="Minimise time to first token (1 % of it is worth 10 % of the energy), energy, their product (edp), or the "
-    "95th percentile of the times to first token of all prompts (p95).",
+    "95th percentile of the times to first token of all prompts, or of all requests of --arrivals (p95).",
 )
+@option(
+    "--arrivals",
+    group="Workload",
+    metavar="poisson:RATE",
+    help="For --objective p95: prompts arrive at RATE per second on average, and wait for each other.  [default: no "
+    "prompt waits]",
+)
+@option("--seed", "arrival_seed", group="Workload", type=int, help="Random seed of the arrivals.  [default: 0]")
 @option("--memory", group="Search", help="Memory limit, e.g. 2GB or 800MB.  [default: no limit]")
 @option(
     "--dask",
@@ -137,8 +146,10 @@ def tune(
     scheme: str | None,
     shadow: str | None,
     quality_files: tuple[Path, ...],
-    budget: str | None,
+    budget_text: str | None,
     objective: Objective,
+    arrivals: str | None,
+    arrival_seed: int | None,
     memory: str | None,
     dask: str | None,
     pareto: bool,
@@ -155,9 +166,11 @@ def tune(
     _check_output(output)
     if plot is not None:
         check_picture(plot)
-    if budget is not None and not quality_files:
+    if budget_text is not None and not quality_files:
         raise ConfigError("--budget needs measured divergences; give --quality FILE, or omit it")
-    most_kl = None if budget is None else _nats(budget)
+    if arrivals is None and arrival_seed is not None:
+        raise ConfigError("--seed is for random arrivals; give --arrivals, e.g. poisson:1, or omit it")
+    budget = None if budget_text is None else _nats(budget_text)
     device = find_device(device_name)
     prompts = _prompts(prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
@@ -178,9 +191,11 @@ def tune(
             placements={str(path): read_placement(path) for path in placements},
             shadow=shadow,
             qualities=[read_quality(path) for path in quality_files],
-            budget=most_kl,
+            budget=budget,
             memory_bytes=memory_bytes,
             objective=objective,
+            arrivals=arrivals,
+            seed=arrival_seed or 0,
             dask=dask,
             progress=progress,
         )
@@ -256,6 +271,8 @@ def _summary(tuned: Tuned) -> dict[str, object]:
         "memory_bytes": tuned.memory_bytes,
         "objective": tuned.objective,
         "budget": tuned.budget,
+        "arrivals": None if tuned.queue is None else tuned.queue.arrivals,
+        "seed": None if tuned.queue is None else tuned.queue.seed,
         "settings": tuned.settings,
         "best": asdict(tuned.best),
         "default": asdict(tuned.default),
@@ -274,9 +291,10 @@ def _summary(tuned: Tuned) -> dict[str, object]:
 def _print(tuned: Tuned, front: Sequence[Setup] | None) -> None:
     prompts = list(dict.fromkeys(tuned.prompt_lengths))
     lengths = ", ".join(map(str, prompts)) if len(prompts) <= MOST_COLUMNS else f"{min(prompts)} to {max(prompts)}"
+    waiting = "" if tuned.queue is None else f" with arrivals {tuned.queue.arrivals} (seed {tuned.queue.seed})"
     click.echo(
         f"{tuned.model} on {tuned.device.name}, {_schemes(tuned)}, prompts of {lengths} tokens, "
-        f"objective {tuned.objective}; {tuned.num_simulated} choices simulated"
+        f"objective {tuned.objective}{waiting}; {tuned.num_simulated} choices simulated"
     )
     fitting = [choice for choice in tuned.choices if tuned.fits(choice)]
     if tuned.memory_bytes is not None:
@@ -334,6 +352,8 @@ def _print_searched(tuned: Tuned) -> None:
                     continue
                 figures = [f"{setup.time_ms:.1f}", _joules(setup), f"{setup.peak_memory_bytes / 1e6:.1f}"]
                 above = f"{setup.cost(tuned.objective) / each.bound - 1:.1%}"
+                if tuned.queue is not None and setup.p95_ms is None:
+                    above = "overloaded"
                 sizes = [str(number) for number in (each.chunk_length, *cut)]
                 names = [str(setup.quantisation["scheme"])] if has_quality else []
                 table.append([*sizes, *figures, above, *names, setup.attention, setup.partition, how])
@@ -354,6 +374,10 @@ def _print_table(table: Sequence[Sequence[str]], num_right: int) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
+def _p95(choice: Setup) -> str:
+    return "overloaded" if choice.p95_ms is None else f"{choice.p95_ms:.1f}"
+
+
 def _joules(choice: Setup) -> str:
     return "" if choice.energy_joules is None else f"{choice.energy_joules:.2f}"
 
@@ -369,7 +393,7 @@ def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
             for time in dict(zip(tuned.prompt_lengths, choice.times_ms, strict=True)).values()
             if is_several
         ),
-        *([f"{choice.cost('p95'):.1f}"] if tuned.objective == "p95" else []),
+        *([_p95(choice)] if tuned.objective == "p95" else []),
         f"{tuned.default.time_ms / choice.time_ms:.2f}x",
         f"{choice.peak_memory_bytes / 1e6:.1f}",
         _joules(choice),

@@ -16,7 +16,7 @@ from itertools import product
 from math import inf
 from operator import le
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 from typing import Any, get_args
 
 from chunkrt.backends.qnn.htp_support import npu_support
@@ -45,6 +45,7 @@ from chunkrt.simulate.experiments import (
 )
 from chunkrt.simulate.models import is_weightless
 from chunkrt.simulate.quality import Quality, check_comparable
+from chunkrt.simulate.queue import Queue, percentile
 from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Objective, PartitionSearch, cost_of
 
 NATURAL = "natural"
@@ -95,6 +96,8 @@ class Setup:
         chunks_in_flight: None for the executor's default.
         times_ms: time to the first token of every prompt.
         time_ms: geometric mean of `times_ms`.
+        p95_ms: 95th percentile of `times_ms`; with arrivals, that of the times from the arrival of a request to its
+            first token, or None if the queue grows without bound.
         peak_memory_bytes: maximum over all prompts.
         energy_joules: sum over all prompts; None if the profile has no power figures.
         quantisation: fields of `EngineOptions` that quantise the model: the scheme, and options that are not its
@@ -111,6 +114,7 @@ class Setup:
     chunks_in_flight: int | None
     times_ms: tuple[float, ...]
     time_ms: float
+    p95_ms: float | None
     peak_memory_bytes: int
     energy_joules: float | None
     quantisation: Mapping[str, Any]
@@ -119,6 +123,8 @@ class Setup:
 
     def cost(self, objective: Objective) -> float:
         """Return the quantity to minimise. Without power figures it is the time."""
+        if objective == "p95":
+            return inf if self.p95_ms is None else self.p95_ms
         return cost_of(objective, self.times_ms, self.energy_joules)
 
 
@@ -153,6 +159,7 @@ class Tuned:
         device_name: the device as in the call, a name or a file; "" for a profile.
         objective: quantity that was minimised.
         budget: limit of the mean KL divergence; None for no limit.
+        queue: requests that wait for each other; None if prompts do not wait.
         choices: choices with different predictions, the fastest first.
         best: the best choice.
         default: the engine's default, with the longest searched chunk length if 32 was not searched.
@@ -170,6 +177,7 @@ class Tuned:
     memory_bytes: int | None
     objective: Objective
     budget: float | None
+    queue: Queue | None
     choices: tuple[Setup, ...] = field(repr=False)
     best: Setup
     default: Setup = field(repr=False)
@@ -233,12 +241,13 @@ class Tuned:
         prompts = ", ".join(map(str, self.prompt_lengths))
         limit = "no limit" if self.memory_bytes is None else f"at most {self.memory_bytes / 1e6:.0f} MB"
         quality = "" if self.budget is None else f"; mean KL: at most {self.budget:g}"
+        waiting = "" if self.queue is None else f" with arrivals {self.queue.arrivals}, seed {self.queue.seed}"
         comments = [
             f"Written by `chunkrt tune`: {Path(self.model).name} on {self.device.name}, chosen from "
             f"{self.num_simulated} that were simulated.",
-            f"Prompts of {prompts} tokens; memory: {limit}{quality}; objective: {self.objective}.",
-            f"Predicted: {_figures(self.best)}.",
-            f"Without this file: {_figures(self.default)}.",
+            f"Prompts of {prompts} tokens; memory: {limit}{quality}; objective: {self.objective}{waiting}.",
+            f"Predicted: {_figures(self.best, self.objective)}.",
+            f"Without this file: {_figures(self.default, self.objective)}.",
         ]
         name = str(Path(self.device_name).resolve()) if self.device_name.endswith(".toml") else self.device_name
         return settings_text(({DEVICE: name} if name else {}) | self.settings, comments)
@@ -257,6 +266,8 @@ def tune(
     budget: float | None = None,
     memory_bytes: int | str | None = None,
     objective: Objective = "time",
+    arrivals: str | None = None,
+    seed: int = 0,
     workers: int | None = None,
     dask: str | Any = None,
     progress: Progress = lambda what, done, total: None,
@@ -278,7 +289,11 @@ def tune(
         qualities: measured divergences. If there are any, only schemes with one of them are searched.
         budget: limit of the mean KL divergence in nats; by default none. It needs `qualities`.
         memory_bytes: limit of the choice's peak memory, in bytes or as text such as "8GB"; by default none.
-        objective: quantity to minimise, see `Objective`; with a profile without power figures, only "time".
+        objective: quantity to minimise, see `Objective`; with a measured profile, which has no power figures, "time" or
+            "p95".
+        arrivals: for "p95", `poisson:RATE`: prompts arrive at RATE per second on average, and are computed one at a
+            time in order of arrival. By default, prompts do not wait.
+        seed: random seed of the arrivals, at least 0.
         workers, dask, progress: see `chunkrt.experiment`.
 
     Raises:
@@ -291,11 +306,16 @@ def tune(
     memory_bytes = None if memory_bytes is None else read_size("memory_bytes", memory_bytes)
     if objective not in get_args(Objective):
         raise unknown_name("objective", objective, get_args(Objective))
-    if objective != "time" and isinstance(device, MeasuredProfile):
+    if objective in ("energy", "edp") and isinstance(device, MeasuredProfile):
         raise ConfigError(f"{device.name} has no power figures, which the objective {objective!r} needs; use 'time'")
+    if arrivals is not None and objective != "p95":
+        raise ConfigError(f"arrivals count for the objective 'p95', not for {objective!r}; omit them")
+    prompt_lengths = list(prompt_lengths)
+    queue = None
+    if arrivals is not None:
+        queue = Queue(arrivals=arrivals, seed=seed, num_prompts=max(1, len(prompt_lengths)))
     fixed = _Fixed.of(model, device)
     lengths = fixed.chunk_lengths_or(chunk_lengths)
-    prompt_lengths = list(prompt_lengths)
     has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
     if placements and not has_npu:
         raise ConfigError(f"{device.name} leaves the NPU idle, so placements make no difference; omit them")
@@ -318,6 +338,7 @@ def tune(
             placements=placements or {},
             memory_bytes=memory_bytes,
             objective=objective,
+            queue=queue,
             progress=progress,
             simulate=partial(experiment, model, devices=[device], workers=workers, dask=dask, progress=progress),
         )
@@ -339,8 +360,9 @@ def tune(
         memory_bytes=memory_bytes,
         objective=objective,
         budget=budget,
+        queue=queue,
         choices=tuple(sorted(_distinct(choices), key=lambda choice: choice.time_ms)),
-        best=_best(choices, memory_bytes, objective),
+        best=_best(choices, memory_bytes, objective, queue),
         default=default or next(c for c in schemes if c.chunk_length == longest),
         num_simulated=len(choices) + num_searched,
         searched=tuple(searched),
@@ -441,6 +463,7 @@ class _SchemeSearch:
         placements: Mapping[str, Placement],
         memory_bytes: int | None,
         objective: Objective,
+        queue: Queue | None,
         progress: Progress,
         simulate: Callable[..., Rows],
     ) -> None:
@@ -448,7 +471,7 @@ class _SchemeSearch:
         self._prompt_lengths, self._memory_bytes, self._objective = prompt_lengths, memory_bytes, objective
         self._shadow = candidate.quantisation.get("shadow")
         self._scheme = with_shadow(candidate.quantisation["scheme"], self._shadow)
-        self._simulate = simulate
+        self._simulate, self._queue = simulate, queue
         self.choices: list[Setup] = []
         self.num_searched = 0
         self.bound: float | None = None
@@ -515,6 +538,7 @@ class _SchemeSearch:
             chunks_in_flight=chunks_in_flight,
             times_ms=times,
             time_ms=geometric_mean(times),
+            p95_ms=percentile(times, 0.95) if self._queue is None else self._queue.p95_ms(times),
             peak_memory_bytes=max(row.peak_memory_bytes for row in rows),
             energy_joules=sum(joules) if joules else None,
             quantisation=self._candidate.quantisation,
@@ -531,7 +555,9 @@ class _SchemeSearch:
         if self._fixed.reason or not isinstance(self._device, DeviceProfile) or not self._has_npu:
             return []
         choices, objective, memory_bytes = self.choices, self._objective, self._memory_bytes
-        search = PartitionSearch(self._plan, self._scheme, self._device, self._prompt_lengths, objective, memory_bytes)
+        search = PartitionSearch(
+            self._plan, self._scheme, self._device, self._prompt_lengths, objective, memory_bytes, self._queue
+        )
         costs = [c.cost(objective) for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
         usable = dict.fromkeys(choice.attention for choice in choices)
         pairs = list(product(usable, self._lengths))
@@ -716,7 +742,7 @@ def _refused(plans: Mapping[str, Plan], scheme: Scheme) -> dict[str, str]:
     return refused
 
 
-def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objective) -> Setup:
+def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objective, queue: Queue | None) -> Setup:
     fitting = [c for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
     if not fitting:
         least = min(choice.peak_memory_bytes for choice in choices)
@@ -724,7 +750,14 @@ def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objecti
             f"no choice stays within {(memory_bytes or 0) / 1e6:.4g} MB, the smallest takes {least / 1e6:.4g} MB; "
             "allow more memory, or try a scheme with smaller weights"
         )
-    good = (1 + TIE) * min(choice.cost(objective) for choice in fitting)
+    least_cost = min(choice.cost(objective) for choice in fitting)
+    if queue is not None and least_cost == inf:
+        least_ms = min(mean(choice.times_ms) for choice in fitting)
+        raise ConfigError(
+            f"no choice keeps up with {queue.rate:g} requests per second: the fastest takes {least_ms:.4g} ms for a "
+            "prompt on average; lower the rate"
+        )
+    good = (1 + TIE) * least_cost
     return min((c for c in fitting if c.cost(objective) <= good), key=lambda c: (c.peak_memory_bytes, c.time_ms))
 
 
@@ -743,7 +776,10 @@ def _distinct(choices: Iterable[Setup]) -> list[Setup]:
     return list(first.values())
 
 
-def _figures(choice: Setup) -> str:
+def _figures(choice: Setup, objective: Objective) -> str:
     joules = "" if choice.energy_joules is None else f", {choice.energy_joules:.3g} J"
     quality = "" if choice.mean_kl is None else f", mean KL {choice.mean_kl:.3g}"
-    return f"{choice.time_ms:.1f} ms to the first token, {choice.peak_memory_bytes / 1e6:.0f} MB{joules}{quality}"
+    late = ""
+    if objective == "p95":
+        late = " (p95: overloaded)" if choice.p95_ms is None else f" (p95: {choice.p95_ms:.1f} ms)"
+    return f"{choice.time_ms:.1f} ms to the first token{late}, {choice.peak_memory_bytes / 1e6:.0f} MB{joules}{quality}"

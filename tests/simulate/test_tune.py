@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import ceil
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -24,8 +25,10 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.simulate import Shape, find_device, simulate
+from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.experiments import near_plans_of, with_shadow
 from chunkrt.simulate.quality import Quality
+from chunkrt.simulate.queue import NUM_ARRIVALS
 from chunkrt.simulate.search import TIE
 from chunkrt.simulate.tune import NATURAL, PARTITIONS, SEARCHED, Setup, Tuned, tune
 
@@ -149,7 +152,7 @@ def test_objective_is_minimised(objective: str) -> None:
 def test_much_energy_is_not_paid_for_little_time() -> None:
     """A choice that saves 2 % of the time for 44 % more energy costs more; one that saves 10 % for 44 % costs less."""
     options = {"partition": "natural", "placement": {}, "attention": "cpu", "chunk_length": 32, "policy": "in_order"}
-    options |= {"chunks_in_flight": None, "times_ms": (100.0,), "peak_memory_bytes": 1}
+    options |= {"chunks_in_flight": None, "times_ms": (100.0,), "p95_ms": 100.0, "peak_memory_bytes": 1}
     options |= {"quantisation": {"scheme": "w8a16"}, "num_shadows": 0, "mean_kl": None}
     usual = Setup(**options, time_ms=100.0, energy_joules=1.0)
     wasteful = replace(usual, times_ms=(98.0,), energy_joules=1.44)
@@ -189,6 +192,72 @@ def test_p95_is_the_time_that_one_of_twenty_prompts_exceeds() -> None:
     of_64 = [choice.times_ms[18] for choice in found.choices]
     assert found.best.cost("p95") == found.best.times_ms[18]
     assert found.best.times_ms[18] <= (1 + TIE) * min(of_64)
+
+
+def waiting_p95_ms(arrivals_ms: list[float], service_ms: list[float]) -> float:
+    """Return the 95th percentile of the times in a queue, by one event after another."""
+    free_ms, times = 0.0, []
+    for arrival_ms, own_ms in zip(arrivals_ms, service_ms, strict=True):
+        free_ms = max(free_ms, arrival_ms) + own_ms
+        times.append(free_ms - arrival_ms)
+    return sorted(times)[ceil(0.95 * len(times)) - 1]
+
+
+def test_p95_with_arrivals_counts_waiting() -> None:
+    """At a high rate, the choice with the best tail of one prompt alone may be another one than with waiting."""
+    options = {"prompt_lengths": [32, 500], "chunk_lengths": [32, 64], "objective": "p95", "workers": 1}
+    alone = tune(SMALL, "sd8gen3", **options)
+    rate = 0.7 / (sum(alone.best.times_ms) / 2e3)
+    found = tune(SMALL, "sd8gen3", **options, arrivals=f"poisson:{rate}", seed=3)
+    load = draw(f"poisson:{rate}", "1", "1", requests=NUM_ARRIVALS, context_length=2, seed=3)
+    arrivals_ms = [(request.arrival_ns or 0.0) / 1e6 for request in load.requests]
+    assert found.queue is not None
+    for choice in found.choices:
+        if rate * sum(choice.times_ms) / 2e3 >= 1:
+            assert choice.p95_ms is None
+        else:
+            service_ms = [choice.times_ms[index] for index in found.queue.prompts]
+            assert choice.p95_ms == pytest.approx(waiting_p95_ms(arrivals_ms, service_ms))
+            assert choice.p95_ms > max(choice.times_ms)
+    able = [choice.p95_ms for choice in found.choices if choice.p95_ms is not None]
+    assert found.best.p95_ms == pytest.approx(min(able), rel=TIE)
+    assert found.bound is not None
+    assert found.bound <= min(able)
+    assert "arrivals poisson:" in found.to_toml()
+    seldom = tune(SMALL, "sd8gen3", **options, arrivals="poisson:0.001")
+    assert seldom.best.p95_ms == pytest.approx(alone.best.p95_ms)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arrivals": "poisson:1e6"}, "no choice keeps up with 1e+06 requests per second: the fastest takes"),
+        ({"arrivals": "poisson:0"}, "arrivals are 'poisson:0', expected poisson:RATE"),
+        ({"arrivals": "closed"}, "arrivals are 'closed', expected poisson:RATE"),
+        ({"arrivals": "poisson:x"}, "arrivals are 'poisson:x', expected poisson:RATE"),
+        ({"arrivals": "poisson:1", "seed": -1}, "the seed is -1, expected 0 or more"),
+        ({"arrivals": "poisson:1", "objective": "time"}, "arrivals count for the objective 'p95', not for 'time'"),
+    ],
+)
+def test_wrong_arrivals_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tune(SMALL, "sd8gen3", **{"prompt_lengths": [64], "chunk_lengths": [32], "objective": "p95", **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_command_prints_overloaded_choices_and_the_rate(command, tmp_path: Path) -> None:
+    options = ["--device", "sd8gen3", "-p", "100", "--chunk", "32", "--objective", "p95", "-o", tmp_path / "tuned.toml"]
+    alone = json.loads(command("tune", GGUF, *options, "--json").out)
+    rate = 990 / alone["default"]["time_ms"]
+    slower = [choice for choice in alone["choices"] if choice["time_ms"] * rate > 1000]
+    finished = command("tune", GGUF, *options, "--arrivals", f"poisson:{rate}", "--seed", "1", "--json")
+    found = json.loads(finished.out)
+    assert (found["arrivals"], found["seed"]) == (f"poisson:{rate}", 1)
+    assert sum(choice["p95_ms"] is None for choice in found["choices"]) >= len(slower) > 0
+    shown = command("tune", GGUF, *options, "--arrivals", f"poisson:{rate * 1.2}")
+    assert "with arrivals poisson:" in shown.out.splitlines()[0]
+    assert "overloaded" in shown.out
 
 
 def quality(name: str, mean_kl: float, shadow: str | None = None, **others: object) -> Quality:
@@ -550,6 +619,8 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
+        (["--seed", "1"], "--seed is for random arrivals; give --arrivals"),
+        (["--arrivals", "poisson:1"], "arrivals count for the objective 'p95', not for 'time'"),
         (["--budget", "kl=0.1"], "--budget needs measured divergences; give --quality FILE"),
         (["--budget", "0", "--quality", __file__], "--budget is '0', expected a number of nats above 0"),
         (["--quality", "nowhere.json"], "nowhere.json: No such file"),
