@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ def read_quality(path: str | os.PathLike[str]) -> Quality:
     text = found.text
     if text is None or text.base is None or text.figures.comparison is None:
         raise ConfigError(f"{path} has no KL divergence; run `chunkrt eval` with --text FILE and a base")
+    if not isfinite(text.figures.comparison.mean_kl):
+        raise ConfigError(f"{path} has a mean KL divergence of {text.figures.comparison.mean_kl}; evaluate it again")
     if found.run.quantisation is None:
         raise ConfigError(f"{path} does not record the quantisation of its model; run `chunkrt eval --json` again")
     return Quality(

@@ -315,7 +315,7 @@ def tune(
     if arrivals is not None:
         queue = Queue(arrivals=arrivals, seed=seed, num_prompts=max(1, len(prompt_lengths)))
     fixed = _Fixed.of(model, device)
-    lengths = fixed.chunk_lengths_or(chunk_lengths)
+    lengths = None if chunk_lengths is None else fixed.chunk_lengths_or(chunk_lengths)
     has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
     if placements and not has_npu:
         raise ConfigError(f"{device.name} leaves the NPU idle, so placements make no difference; omit them")
@@ -334,7 +334,7 @@ def tune(
             fixed,
             candidate,
             prompt_lengths=prompt_lengths,
-            chunk_lengths=lengths if chunk_lengths is not None else None,
+            chunk_lengths=lengths,
             placements=placements or {},
             memory_bytes=memory_bytes,
             objective=objective,
@@ -488,9 +488,8 @@ class _SchemeSearch:
             self._partitions = {name: value for name, value in wanted.items() if name not in self.left_out}
         context = self._plan.context_length
         if chunk_lengths is None:
-            self._lengths = [n for n in fixed.chunk_lengths or CHUNK_LENGTHS if n <= context] or [context]
-        else:
-            self._lengths = list(chunk_lengths)
+            chunk_lengths = [n for n in fixed.chunk_lengths_or(None) if n <= context] or [context]
+        self._lengths = chunk_lengths
 
     def search_grid(self) -> None:
         """Simulate the grid of whole kinds of modules."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 from math import ceil
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 import pytest
 from fixture_checkpoints import checkpoint
@@ -27,7 +29,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.simulate import Shape, find_device, simulate
 from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.experiments import near_plans_of, with_shadow
-from chunkrt.simulate.quality import Quality
+from chunkrt.simulate.quality import Quality, read_quality
 from chunkrt.simulate.queue import NUM_ARRIVALS
 from chunkrt.simulate.search import TIE
 from chunkrt.simulate.tune import NATURAL, PARTITIONS, SEARCHED, Setup, Tuned, tune
@@ -410,6 +412,44 @@ def test_command_reads_evaluations_and_shows_their_divergences(command, evaluati
     assert read_settings(tmp_path / "tuned.toml")["shadow"] == DOWN_PROJ
 
 
+def edited(evaluation: dict[str, Any], *keys: str, value: object) -> dict[str, Any]:
+    """Return an evaluation with another value at a path of keys; None removes the key."""
+    found = copy.deepcopy(evaluation)
+    last = reduce(lambda inner, key: inner[key], keys[:-1], found)
+    last[keys[-1]] = value
+    if value is None:
+        del last[keys[-1]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (["text", "figures", "comparison", "mean_kl"], float("nan"), "has a mean KL divergence of nan"),
+        (["text", "figures", "comparison", "mean_kl"], "small", "is not an output of `chunkrt eval --json`"),
+        (["text", "figures", "comparison"], None, "is not an output of `chunkrt eval --json`"),
+        (["text", "base"], 0, "is not an output of `chunkrt eval --json`"),
+        (["run", "quantisation"], None, "does not record the quantisation of its model"),
+        (["run", "quantisation", "weight_bits"], 5, "is not an output of `chunkrt eval --json`"),
+    ],
+)
+def test_a_damaged_evaluation_is_one_line(evaluations, tmp_path: Path, keys, value: object, message: str) -> None:
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(edited(json.loads(evaluations["w8a16"].read_text()), *keys, value=value)))
+    with pytest.raises(ConfigError) as caught:
+        read_quality(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_evaluation_without_a_base_has_no_divergence(evaluations, tmp_path: Path) -> None:
+    evaluation = json.loads(evaluations["w8a16"].read_text())
+    evaluation["text"]["base"] = evaluation["text"]["figures"]["comparison"] = None
+    (tmp_path / "edited.json").write_text(json.dumps(evaluation))
+    with pytest.raises(ConfigError, match="has no KL divergence; run `chunkrt eval` with --text FILE and a base"):
+        read_quality(tmp_path / "edited.json")
+
+
 def test_command_refuses_evaluations_of_another_checkpoint(command, evaluations, tmp_path: Path) -> None:
     options = ["--device", "sd8gen3", "-o", tmp_path / "tuned.toml", "--quality", evaluations["w8a16"]]
     finished = command("tune", checkpoint("lfm2"), *options)
@@ -654,6 +694,14 @@ def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, p
     settings = read_settings(out)
     assert (settings["scheme"], settings["chunk_length"], settings["threads"]) == ("w8a8-dynamic", 8, 2)
     assert not settings.keys() & {"soc", "placement"}
+
+
+def test_a_measured_profile_has_a_p95_but_no_energy(profile: Path) -> None:
+    found = tune(GGUF, str(profile), prompt_lengths=[20, 64], objective="p95", workers=1)
+    assert found.best.p95_ms == max(found.best.times_ms)
+    assert found.best.p95_ms <= (1 + TIE) * min(max(choice.times_ms) for choice in found.choices)
+    with pytest.raises(ConfigError, match="has no power figures, which the objective 'edp' needs"):
+        tune(GGUF, str(profile), prompt_lengths=[20], objective="edp", workers=1)
 
 
 @pytest.mark.parametrize(
