@@ -42,8 +42,7 @@ NUM_DRAWN = 20
 
 @click.command(
     cls=GroupedCommand,
-    first="device_name output prompt_lengths chunk_lengths placements scheme quality_files budget_text memory pareto "
-    "plot as_json",
+    first="device_name output prompt_lengths chunk_lengths scheme quality_files budget_text memory pareto as_json",
 )
 @model_argument
 @device_option

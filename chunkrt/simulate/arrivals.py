@@ -121,7 +121,7 @@ def _lengths(name: str, text: str, seed: int) -> Iterator[int]:
         if text and kind not in ("uniform", "lognormal") and Path(text).exists():
             return cycle(_read(name, Path(text)))
         if text and kind not in ("uniform", "lognormal"):
-            raise ConfigError(f"{name} is {text!r}, and there is no such file; expected {LENGTHS_FORM}") from None
+            raise ConfigError(f"{name} is {text!r}, expected {LENGTHS_FORM}; there is no such file") from None
     raise ConfigError(f"{name} is {text!r}, expected {LENGTHS_FORM}")
 
 
