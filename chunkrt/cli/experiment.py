@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from inspect import Parameter, signature
 from pathlib import Path
@@ -67,6 +68,7 @@ def experiment(
     The keys of the file are the arguments of `chunkrt.experiment`: model, devices, schemes, prompt_lengths,
     chunk_lengths and policies; and optionally attentions, shadow, chunks_in_flight and a table of placements.
     """
+    _check_outputs(grid, {"--csv": csv_file, "-o": output, "--plot": plot})
     arguments = read_grid(grid)
     if plot is not None:
         check_picture(plot)
@@ -83,6 +85,17 @@ def experiment(
         _print(rows)
         for name in arguments["devices"]:
             click.echo(accuracy_of(find_device(name)))
+
+
+def _check_outputs(grid: Path, outputs: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError if an output would overwrite the grid or another output."""
+    seen = {grid.resolve(): "the grid"}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if other := seen.get(path.resolve()):
+            raise ConfigError(f"{flag} {path} would overwrite {other}; name another file")
+        seen[path.resolve()] = f"the file of {flag}"
 
 
 def read_grid(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from chunkrt.engine.declaration import size
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load
 from chunkrt.engine.options import DECLARED
-from chunkrt.engine.settings import read_settings
+from chunkrt.engine.settings import DEVICE, read_device, read_settings
 from chunkrt.errors import ConfigError
 from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
@@ -170,7 +170,7 @@ def settings_option(*names: str, **fields: str) -> Callable[[Command], Command]:
         def with_settings(*arguments: Any, settings_file: Path | None, **options: Any) -> Any:
             if settings_file is not None:
                 source = click.get_current_context().get_parameter_source
-                found = read_settings(settings_file)
+                found = read_settings(settings_file) | {DEVICE: read_device(settings_file)}
                 given = {name for name in options if source(name) is not ParameterSource.DEFAULT}
                 values = {name: found.get(field or name) for name, field in all_names.items() if name not in given}
                 options |= {name: value for name, value in values.items() if value is not None}

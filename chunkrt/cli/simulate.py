@@ -20,6 +20,7 @@ from chunkrt.cli.shared_options import engine_fields, refuse_without, settings_o
 from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
 from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import AttentionOn, EngineOptions
+from chunkrt.engine.settings import DEVICE
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
@@ -33,6 +34,7 @@ from chunkrt.simulate import DEVICES, LINKS, DeviceProfile, LinkProfile, Simulat
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
 from chunkrt.simulate.compose import SOFTWARE
+from chunkrt.simulate.experiments import with_attention_on_cpu
 from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.sustained import Sustained, sustain
@@ -69,7 +71,9 @@ def device_option(command: Command) -> Command:
     epilog=f"Built-in shapes: {', '.join(shapes())}.",
 )
 @model_argument
-@option("--device", "--soc", "device_name", group="Devices", help=f"{DEVICE_HELP}  [default: the settings' SoC]")
+@option(
+    "--device", "--soc", "device_name", group="Devices", help=f"{DEVICE_HELP}  [default: the settings' device or SoC]"
+)
 @option(
     "-p",
     "--prompt-lengths",
@@ -187,7 +191,7 @@ def device_option(command: Command) -> Command:
 )
 @plot_option("Draw the predictions as .png or .svg (needs matplotlib).")
 @json_option("Print the predictions as a JSON list.")
-@settings_option(*SIMULATED_SETTINGS, *SERVER_SETTINGS, chunk_lengths="chunk_length", device_name="soc")
+@settings_option(*SIMULATED_SETTINGS, *SERVER_SETTINGS, chunk_lengths="chunk_length", device_name=DEVICE)
 @verbose_option
 def simulate(
     model: str,
@@ -249,7 +253,7 @@ def simulate(
     if shows_energy and (options.arrivals is not None or ranks > 1):
         raise ConfigError("--energy needs single prompts on one machine; omit --arrivals and --ranks")
     if device_name is None:
-        raise click.UsageError("Missing option '--device' / '--soc'. A settings file may name the SoC as well.")
+        raise click.UsageError("Missing option '--device' / '--soc'. A settings file may name the device as well.")
     device = _in_mode(find_device(device_name), power_mode)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
@@ -412,6 +416,8 @@ def _plan(model: str, options: EngineOptions, ranks: Ranks) -> tuple[Plan, Schem
         if Path(model).exists() or model in shapes() or model not in str(error):
             raise
         raise ConfigError(f"{error}; built-in shapes are {', '.join(shapes())}") from error
+    if ranks.are_alone:
+        plan = with_attention_on_cpu(plan, placement_of(model, options), scheme)
     return plan, scheme
 
 

@@ -14,6 +14,7 @@ from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
 from chunkrt.evaluation.scored_items import Accuracy
 from chunkrt.evaluation.text import TextFigures
+from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import Origin
 
@@ -22,12 +23,19 @@ Figures = TypeVar("Figures")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
-    """The evaluated model and its configuration. `npu` and `cpu` are the backends of the two roles; `origin` is
-    "emulated" if the NPU is emulated.
+    """The evaluated model and its configuration.
+
+    Attributes:
+        checkpoint: digest of the checkpoint's files; empty if it is unknown.
+        quantisation: the complete scheme, with the shadows that a search chose.
+        npu, cpu: backends of the two roles.
+        origin: "emulated" if the NPU is emulated.
     """
 
     model: str
+    checkpoint: str
     scheme: str
+    quantisation: Scheme
     npu: str
     cpu: str
     chunk: int
@@ -40,7 +48,9 @@ class EvaluationRun:
         """Describe a loaded model under the name that the user gave."""
         return EvaluationRun(
             model=model,
+            checkpoint=engine.loaded.manifest.checkpoint,
             scheme=engine.scheme.name,
+            quantisation=engine.scheme,
             npu=engine.loaded.npu_backend.name,
             cpu=engine.loaded.cpu_backend.name,
             chunk=engine.chunk_length,

@@ -41,11 +41,13 @@ LAYERS = "layers="
 
 
 def read_placement(path: Path) -> Placement:
-    """Read a placement file.
+    """Read a placement file, or the text "layers=0,15" in place of its name.
 
     Raises:
-        ConfigError: the file cannot be read, is not TOML, or names an unknown device.
+        ConfigError: the file cannot be read, is not TOML, or names an unknown device; or the text has no numbers.
     """
+    if str(path).startswith(LAYERS):
+        return layers_placement(str(path))
     try:
         placement = read_toml(path)
     except (OSError, ValueError) as error:
@@ -65,12 +67,15 @@ def check_placement(placement: Any, where: str) -> Placement:
     """Validate an untrusted placement and return it.
 
     Args:
-        placement: the object from the file or the argument; or a module tree, whose placement is returned.
+        placement: the object from the file or the argument; a module tree, whose placement is returned; or the text
+            "layers=0,15".
         where: the file or the argument, for messages.
 
     Raises:
         ConfigError: the placement is not a mapping of patterns to devices.
     """
+    if isinstance(placement, str) and placement.startswith(LAYERS):
+        return layers_placement(placement)
     if not isinstance(placement, Mapping):
         placement = getattr(placement, "placement", placement)  # a module tree
     if not isinstance(placement, Mapping):

@@ -374,6 +374,7 @@ class _Choice(msgspec.Struct, kw_only=True):
     time_ms: Figure
     peak_memory_bytes: Count
     energy_joules: Figure | None
+    quantisation: dict[str, Any] = {}
 
 
 class _Tuned(msgspec.Struct, kw_only=True):
@@ -399,7 +400,7 @@ def _tuned(data: Any, name: str) -> Source:
             origin=tuned.origin,
             model=tuned.model,
             place=tuned.device + several,
-            scheme=tuned.scheme,
+            scheme=str(choice.quantisation.get("scheme", tuned.scheme)),
             partition=_partition(choice.partition, {}, choice.attention),
             prompt_length=length,
             chunk_length=choice.chunk_length,

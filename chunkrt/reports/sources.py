@@ -74,6 +74,8 @@ def read_source(path: Path, name: str) -> Source:
         data = parse_json(text)
     except ValueError as error:
         data = _json_lines(text, path, error)
+    if _is_header(data):  # without rows
+        data = _experiment_rows(path)
     if isinstance(data, dict) and "traceEvents" in data:
         title, records = parse_trace(data, path)
         return _trace(title, records, name)
@@ -102,9 +104,12 @@ def _json_lines(text: str, path: Path, of_whole: ValueError) -> Any:
                     raise ConfigError(f"{path} is damaged: a line is not JSON ({error}); write it again") from error
                 return _experiment_rows(path)
         raise ConfigError(f"{path} is not JSON ({of_whole}); a report takes {KNOWN}") from error
-    if isinstance(values[0], dict) and values[0].keys() == {"chunkrt", "format"}:
-        return _experiment_rows(path)
-    return values
+    return _experiment_rows(path) if _is_header(values[0]) else values
+
+
+def _is_header(value: Any) -> bool:
+    """Return True if a line begins a file of rows of an experiment."""
+    return isinstance(value, dict) and value.keys() == {"chunkrt", "format"}
 
 
 def _experiment_rows(path: Path) -> Any:

@@ -120,6 +120,8 @@ def _lengths(name: str, text: str, seed: int) -> Iterator[int]:
     except ValueError:
         if text and kind not in ("uniform", "lognormal") and Path(text).exists():
             return cycle(_read(name, Path(text)))
+        if text and kind not in ("uniform", "lognormal"):
+            raise ConfigError(f"{name} is {text!r}, expected {LENGTHS_FORM}; there is no such file") from None
     raise ConfigError(f"{name} is {text!r}, expected {LENGTHS_FORM}")
 
 

@@ -35,23 +35,26 @@ from multiprocessing import active_children, get_context
 from operator import index
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
 from chunkrt.engine_directory.weights import check_shadowed
-from chunkrt.errors import ConfigError, cause_of, unknown_name
+from chunkrt.errors import ConfigError, PartitionError, cause_of, unknown_name
 from chunkrt.files import Progress, locked, remove
-from chunkrt.graph.placement import Placed, Placement, check_placement
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.placement import Placed, Placement, check_placement, placed_by_name
+from chunkrt.graph.plan import Place, Plan
+from chunkrt.graph.static_attention import can_be_static
 from chunkrt.pictures import Panel, PlotPoint, draw_panels, html_table
 from chunkrt.progress import find_progress
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme
 from chunkrt.runtime.affinity import available_cores
+from chunkrt.runtime.chunk_slots import MOST_SLOTS
 from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask
@@ -142,6 +145,8 @@ class Rows(list[GridRow]):
         Raises:
             ConfigError: there are no rows, or no row has the figure.
         """
+        if not self:
+            raise ConfigError("there are no rows; an experiment has to finish one first")
         known = [row for row in self if _figure_of(row, figure) is not None]
         if not known:
             raise ConfigError(f"no row has the figure {figure!r}")
@@ -423,7 +428,7 @@ def experiment(
     policies: Iterable[str | Policy],
     schemes: Iterable[str],
     prompt_lengths: Iterable[int],
-    placements: Iterable[Placement | Placed] | Mapping[str, Placement | Placed] = ({},),
+    placements: Iterable[Placement | Placed | str] | Mapping[str, Placement | Placed | str] = ({},),
     attentions: Iterable[str] = ("cpu",),
     shadow: str | None = None,
     chunks_in_flight: Iterable[int | None] = (None,),
@@ -442,13 +447,14 @@ def experiment(
         policies: policies, or their names. Worker processes need policies that can be pickled.
         schemes: names of schemes.
         prompt_lengths: numbers of tokens, 1 to the model's context.
-        placements: devices by patterns of module paths, or trees of `chunkrt.graph.load_module`; as a list or by
-            names. By default every module is on its default device.
+        placements: devices by patterns of module paths, trees of `chunkrt.graph.load_module`, or texts such as
+            "layers=0,15" for layers on the NPU; as a list or by names. By default every module is on its default
+            device.
         attentions: processor of attention over caches: "cpu"; "npu", for chunks with at most the default window's
             tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048".
         shadow: patterns of 8-bit linears with shadows, separated by commas, or "all", as in `chunkrt.load`; the schemes
             have to be static with 8-bit activations.
-        chunks_in_flight: at least 1; None for the executor's default.
+        chunks_in_flight: 1 to 256; None for the executor's default.
         workers: number of processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, but at most
             the number of cores of this machine. With 1, simulations run in this process.
         dask: the address of a Dask scheduler, or a `distributed.Client`, whose workers replace the processes.
@@ -469,7 +475,7 @@ def experiment(
     named_devices = [(_device_name(device), _device(device)) for device in _axis("devices", devices)]
     device_names, found_devices = [name for name, _ in named_devices], [device for _, device in named_devices]
     by_name = placements if isinstance(placements, Mapping) else None
-    if by_name is not None and any(isinstance(value, str) for value in by_name.values()):
+    if by_name is not None and any(value in get_args(Place) for value in by_name.values() if isinstance(value, str)):
         raise ConfigError(f"placements is {dict(by_name)}, expected a list of placements; put it in brackets")
     axis = _axis("placements", placements if by_name is None else by_name.values())
     found_placements = [check_placement(placement, "placements") for placement in axis]
@@ -485,7 +491,7 @@ def experiment(
             raise ConfigError(f"policies: two of them are named {name!r}; rename one")
     prompts, chunks = _axis("prompt_lengths", prompt_lengths), _axis("chunk_lengths", chunk_lengths)
     flights = _axis("chunks_in_flight", chunks_in_flight)
-    flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
+    flights = [None if flight is None else _whole("chunks_in_flight", flight, MOST_SLOTS, "") for flight in flights]
     if workers is not None:
         workers = _whole("workers", workers)
     plans = plans_of(model, found_placements, report, next(iter(found_schemes.values())))
@@ -667,8 +673,32 @@ def plans_of(
     scheme: Scheme = SCHEMES[DEFAULT_NPU_SCHEME],
 ) -> list[Plan]:
     """Return the plan of every placement. Arguments and errors are those of `experiment`; all schemes have the shadows
-    of `scheme`.
+    of `scheme`. Attention that a placement puts on the NPU is on the CPU in these plans, and on the NPU in those of
+    `near_plans_of`, as in an engine.
     """
+    found = _plans_of(model, placements, progress, scheme)
+    return [with_attention_on_cpu(plan, each, scheme) for plan, each in zip(found, placements, strict=True)]
+
+
+def places_attention(plan: Plan, placement: Placement) -> bool:
+    """Return True if a placement puts attention or a short convolution on the NPU, so that an engine runs it there."""
+    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes if can_be_static(node))
+    return any(placed_by_name(placement, node.name) == "npu" for node in nodes)
+
+
+def with_attention_on_cpu(plan: Plan, placement: Placement, scheme: Scheme) -> Plan:
+    """Return the plan for chunks beyond the NPU's windows, whose attention the CPU computes under every placement."""
+    if not places_attention(plan, placement):
+        return plan
+    try:
+        return plan_by_capability(plan, scheme, attention_options("npu"), placement)[0]
+    except PartitionError:  # the NPU does not support another operator
+        return plan
+
+
+def _plans_of(
+    model: str | os.PathLike[str] | Shape, placements: Sequence[Placement], progress: Progress, scheme: Scheme
+) -> list[Plan]:
     if not isinstance(model, str | os.PathLike | Shape):
         raise ConfigError(f"model is {model!r:.80}, expected a name, a path or a shape")
     if isinstance(model, Shape) or (not is_engine_directory(Path(model)) and is_weightless(model)):
@@ -727,13 +757,13 @@ def _device_name(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfil
     return os.fspath(device) if isinstance(device, str | os.PathLike) else getattr(device, "name", "")
 
 
-def _whole(name: str, value: Any, most: int | None = None) -> int:
-    """Check and return an integer of at least 1, and at most `most` if that is given."""
+def _whole(name: str, value: Any, most: int | None = None, limit: str = ", the model's context") -> int:
+    """Check and return an integer of at least 1, and at most `most` if that is given; `limit` explains it."""
     try:
         number = 0 if isinstance(value, bool) else index(value)
     except TypeError:
         number = 0
     if number < 1 or (most is not None and number > most):
-        expected = "at least 1" if most is None else f"1 to {most}, the model's context"
+        expected = "at least 1" if most is None else f"1 to {most}{limit}"
         raise ConfigError(f"{name}: {value!r}, expected a whole number of {expected}")
     return number

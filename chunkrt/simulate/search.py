@@ -25,12 +25,14 @@ from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.simulate.experiments import near_plans_of
 from chunkrt.simulate.partitions import PLACES, Costs, Cuts, Labels, Split, Trellis, layer_of, pattern_of
 from chunkrt.simulate.profile import DeviceProfile
+from chunkrt.simulate.queue import Queue, percentile
 from chunkrt.simulate.simulator import simulate
 from chunkrt.simulate.work import ChunkWork, cut
 
 Objective = Literal["time", "energy", "edp", "p95"]
 """Quantity to minimise: "time" is the time to first token, in exchange for energy at ENERGY_EXPONENT; "energy" is the
-energy; "edp" is their product; "p95" is the 95th percentile of the time to first token over the given prompt lengths.
+energy; "edp" is their product; "p95" is the 95th percentile of the time to first token over the given prompt lengths,
+or over the requests of a queue.
 """
 
 ENERGY_EXPONENT = 0.1
@@ -54,26 +56,24 @@ NUM_SEEDS = 8
 ON_CPU = "cpu"
 
 
-def cost_of(objective: Objective, times_ms: Sequence[float], joules: float | None) -> float:
+def cost_of(objective: Objective, times_ms: Sequence[float], joules: float | None, queue: Queue | None = None) -> float:
     """Return the quantity to minimise. Without power figures, also if all are 0, it is the time.
 
     Args:
         times_ms: time to the first token of every prompt.
         joules: sum over all prompts.
+        queue: for "p95", requests with these prompts that wait for each other; the cost is infinite if the queue grows
+            without bound.
     """
     if objective == "p95":
-        return percentile(times_ms, 0.95)
+        waiting_ms = percentile(times_ms, 0.95) if queue is None else queue.p95_ms(times_ms)
+        return inf if waiting_ms is None else waiting_ms
     time_ms = geometric_mean(times_ms)
     if not joules:
         return time_ms
     exponents = {"time": (1.0, ENERGY_EXPONENT), "energy": (0.0, 1.0), "edp": (1.0, 1.0)}
     of_time, of_energy = exponents[objective]
     return float(time_ms**of_time * joules**of_energy)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the least of some values that at least a share of them do not exceed (the nearest rank)."""
-    return sorted(values)[max(0, ceil(share * len(values) - 1e-9) - 1)]
 
 
 class CutSize(NamedTuple):
@@ -108,6 +108,7 @@ class PartitionSearch:
         plan: the plan by the rule.
         prompt_lengths: numbers of tokens; a length that occurs several times counts several times.
         memory_bytes: limit of the peak memory; None for no limit.
+        queue: requests with these prompts that wait for each other; None if they do not wait.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class PartitionSearch:
         prompt_lengths: Sequence[int],
         objective: Objective,
         memory_bytes: int | None = None,
+        queue: Queue | None = None,
     ) -> None:
+        self.queue = queue
         self.plan, self.scheme, self.device = plan, scheme, device
         self.prompt_lengths, self.objective, self.memory_bytes = prompt_lengths, objective, memory_bytes
         self.cuts = Cuts(plan, scheme)
@@ -139,7 +142,7 @@ class PartitionSearch:
         """
         bounds = {length: self._bound(attention, chunk_length, length) for length in set(self.prompt_lengths)}
         times_ms, joules = zip(*(bounds[length] for length in self.prompt_lengths), strict=True)
-        return cost_of(self.objective, times_ms, sum(joules))
+        return cost_of(self.objective, times_ms, sum(joules), self.queue)
 
     def _bound(self, attention: str, chunk_length: int, prompt_length: int) -> tuple[float, float]:
         """Return the least time in milliseconds and the least energy in joules of one prompt."""
@@ -276,7 +279,8 @@ class _Trial:
         if search.memory_bytes is not None and max(s.peak_memory_bytes for s in simulations) > search.memory_bytes:
             return inf
         joules = [s.energy_joules for s in simulations if s.energy_joules is not None]
-        return cost_of(search.objective, [s.time_to_first_token_ms for s in simulations], sum(joules))
+        times_ms = [s.time_to_first_token_ms for s in simulations]
+        return cost_of(search.objective, times_ms, sum(joules), search.queue)
 
     def search_all(self) -> None:
         """Simulate every partition that can be better than the best, the most promising first."""
@@ -299,7 +303,7 @@ class _Trial:
                     times_ms.append(ns / 1e6)
                     watts = device.npu.busy_watts * split.npu_ns + device.cpu.busy_watts * split.cpu_ns
                     joules += (watts + device.idle_watts * ns) / 1e9 + of.num_bytes * device.memory.pj_per_byte / 1e12
-                bounds[index] = cost_of(search.objective, times_ms, joules)
+                bounds[index] = cost_of(search.objective, times_ms, joules, search.queue)
         for bound, labels in sorted(zip(bounds, able, strict=True), key=lambda pair: pair[0]):
             if bound >= self.best_cost:
                 break

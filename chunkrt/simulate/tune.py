@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import inf
 from operator import le
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 from typing import Any, get_args
 
 from chunkrt.backends.qnn.htp_support import npu_support
+from chunkrt.backends.qnn.socs import SOCS
+from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
-from chunkrt.engine.settings import settings_text
+from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine.settings import DEVICE, settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import Progress
 from chunkrt.graph.placement import ALL_ON_CPU, Placement
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import SHADOW_OP, Plan
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
-from chunkrt.simulate.experiments import GridRow, experiment, near_plans_of, plans_of, with_shadow
+from chunkrt.simulate.experiments import (
+    GridRow,
+    Rows,
+    experiment,
+    near_plans_of,
+    places_attention,
+    plans_of,
+    with_shadow,
+)
+from chunkrt.simulate.models import is_weightless
+from chunkrt.simulate.quality import Quality, check_comparable
+from chunkrt.simulate.queue import Queue, percentile
 from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Objective, PartitionSearch, cost_of
 
 NATURAL = "natural"
@@ -81,8 +96,14 @@ class Setup:
         chunks_in_flight: None for the executor's default.
         times_ms: time to the first token of every prompt.
         time_ms: geometric mean of `times_ms`.
+        p95_ms: 95th percentile of `times_ms`; with arrivals, that of the times from the arrival of a request to its
+            first token, or None if the queue grows without bound.
         peak_memory_bytes: maximum over all prompts.
         energy_joules: sum over all prompts; None if the profile has no power figures.
+        quantisation: fields of `EngineOptions` that quantise the model: the scheme, and options that are not its
+            default, such as shadows.
+        num_shadows: number of linears with a shadow.
+        mean_kl: measured mean KL divergence from the base in nats; None if it is unknown.
     """
 
     partition: str
@@ -93,11 +114,17 @@ class Setup:
     chunks_in_flight: int | None
     times_ms: tuple[float, ...]
     time_ms: float
+    p95_ms: float | None
     peak_memory_bytes: int
     energy_joules: float | None
+    quantisation: Mapping[str, Any]
+    num_shadows: int
+    mean_kl: float | None
 
     def cost(self, objective: Objective) -> float:
         """Return the quantity to minimise. Without power figures it is the time."""
+        if objective == "p95":
+            return inf if self.p95_ms is None else self.p95_ms
         return cost_of(objective, self.times_ms, self.energy_joules)
 
 
@@ -129,7 +156,10 @@ class Tuned:
     """Result of a search.
 
     Attributes:
+        device_name: the device as in the call, a name or a file; "" for a profile.
         objective: quantity that was minimised.
+        budget: limit of the mean KL divergence; None for no limit.
+        queue: requests that wait for each other; None if prompts do not wait.
         choices: choices with different predictions, the fastest first.
         best: the best choice.
         default: the engine's default, with the longest searched chunk length if 32 was not searched.
@@ -137,16 +167,17 @@ class Tuned:
         searched: searches over the partitions of all modules, the lowest bound first; empty for measured profiles and
             engine directories.
         bound: lower bound of the objective over all searched axes; None without such searches.
-        left_out: reasons by name of partitions that were not simulated.
+        left_out: reasons by name of partitions and schemes that were not simulated.
     """
 
     model: str
     device: DeviceProfile | MeasuredProfile = field(repr=False)
-    scheme: str
-    shadow: str | None
+    device_name: str
     prompt_lengths: tuple[int, ...]
     memory_bytes: int | None
     objective: Objective
+    budget: float | None
+    queue: Queue | None
     choices: tuple[Setup, ...] = field(repr=False)
     best: Setup
     default: Setup = field(repr=False)
@@ -156,16 +187,26 @@ class Tuned:
     left_out: Mapping[str, str] = field(repr=False)
 
     @property
+    def scheme(self) -> str:
+        """Name of the best choice's scheme."""
+        return str(self.best.quantisation["scheme"])
+
+    @property
+    def shadow(self) -> str | None:
+        """Shadows of the best choice, as in `EngineOptions`."""
+        return self.best.quantisation.get("shadow")
+
+    @property
     def gap(self) -> float | None:
         """Share by which the best choice's objective exceeds the lower bound; None without a bound."""
         return None if self.bound is None else self.best.cost(self.objective) / self.bound - 1
 
     @property
     def pareto(self) -> tuple[Setup, ...]:
-        """Choices within the memory that no other choice exceeds in time, memory or energy without being worse in
-        another one, the fastest first."""
+        """Choices within the memory that no other choice exceeds in time, memory, energy or KL divergence without being
+        worse in another one, the fastest first."""
         able = [choice for choice in self.choices if self.fits(choice)]
-        points = [(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0) for c in able]
+        points = [(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0, c.mean_kl or 0.0) for c in able]
         front: dict[tuple[float, ...], Setup] = {}
         for choice, point in zip(able, points, strict=True):
             if not any(other != point and all(map(le, other, point)) for other in points):
@@ -181,12 +222,11 @@ class Tuned:
         """Return the best choice as fields of `EngineOptions`."""
         found: dict[str, Any] = {}
         if isinstance(self.device, DeviceProfile):
-            found["soc"] = self.device.soc
+            if self.device.soc in SOCS:  # an engine knows fewer than the simulator
+                found["soc"] = self.device.soc
         else:
             found["threads"] = max(self.device.budgets)
-        found |= {"scheme": self.scheme, "chunk_length": self.best.chunk_length, "policy": self.best.policy}
-        if self.shadow is not None:
-            found["shadow"] = self.shadow
+        found |= {**self.best.quantisation, "chunk_length": self.best.chunk_length, "policy": self.best.policy}
         if self.best.chunks_in_flight is not None:
             found["chunks_in_flight"] = self.best.chunks_in_flight
         if self.best.attention != ON_CPU:
@@ -200,14 +240,17 @@ class Tuned:
         """Return a settings file, with the conditions of the choice as comments."""
         prompts = ", ".join(map(str, self.prompt_lengths))
         limit = "no limit" if self.memory_bytes is None else f"at most {self.memory_bytes / 1e6:.0f} MB"
+        quality = "" if self.budget is None else f"; mean KL: at most {self.budget:g}"
+        waiting = "" if self.queue is None else f" with arrivals {self.queue.arrivals}, seed {self.queue.seed}"
         comments = [
             f"Written by `chunkrt tune`: {Path(self.model).name} on {self.device.name}, chosen from "
             f"{self.num_simulated} that were simulated.",
-            f"Prompts of {prompts} tokens; memory: {limit}; objective: {self.objective}.",
-            f"Predicted: {_figures(self.best)}.",
-            f"Without this file: {_figures(self.default)}.",
+            f"Prompts of {prompts} tokens; memory: {limit}{quality}; objective: {self.objective}{waiting}.",
+            f"Predicted: {_figures(self.best, self.objective)}.",
+            f"Without this file: {_figures(self.default, self.objective)}.",
         ]
-        return settings_text(self.settings, comments)
+        name = str(Path(self.device_name).resolve()) if self.device_name.endswith(".toml") else self.device_name
+        return settings_text(({DEVICE: name} if name else {}) | self.settings, comments)
 
 
 def tune(
@@ -219,8 +262,12 @@ def tune(
     chunk_lengths: Sequence[int] | None = None,
     placements: Mapping[str, Placement] | None = None,
     shadow: str | None = None,
+    qualities: Sequence[Quality] = (),
+    budget: float | None = None,
     memory_bytes: int | str | None = None,
     objective: Objective = "time",
+    arrivals: str | None = None,
+    seed: int = 0,
     workers: int | None = None,
     dask: str | Any = None,
     progress: Progress = lambda what, done, total: None,
@@ -233,13 +280,20 @@ def tune(
         device: a profile, or the name or the file of one.
         prompt_lengths: numbers of tokens; several lengths are ranked by the geometric mean of their times to first
             token.
-        scheme: name of the scheme; by default "w8a16", or the scheme of the profile or the engine directory.
+        scheme: name of the scheme; by default all schemes of `qualities`, or "w8a16", or the scheme of the profile or
+            the engine directory.
         chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or the length of the profile or the engine
             directory.
         placements: partitions by name to search in addition to PARTITIONS.
         shadow: 8-bit linears with shadows, as in `chunkrt.experiment`.
+        qualities: measured divergences. If there are any, only schemes with one of them are searched.
+        budget: limit of the mean KL divergence in nats; by default none. It needs `qualities`.
         memory_bytes: limit of the choice's peak memory, in bytes or as text such as "8GB"; by default none.
-        objective: quantity to minimise, see `Objective`; with a profile without power figures, only "time".
+        objective: quantity to minimise, see `Objective`; with a measured profile, which has no power figures, "time" or
+            "p95".
+        arrivals: for "p95", `poisson:RATE`: prompts arrive at RATE per second on average, and are computed one at a
+            time in order of arrival. By default, prompts do not wait.
+        seed: random seed of the arrivals, at least 0.
         workers, dask, progress: see `chunkrt.experiment`.
 
     Raises:
@@ -247,103 +301,281 @@ def tune(
             stays within the memory.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
+    device_name = os.fspath(device) if isinstance(device, str | os.PathLike) else ""
     device = find_device(device) if isinstance(device, str | os.PathLike) else device
     memory_bytes = None if memory_bytes is None else read_size("memory_bytes", memory_bytes)
     if objective not in get_args(Objective):
         raise unknown_name("objective", objective, get_args(Objective))
-    if objective != "time" and isinstance(device, MeasuredProfile):
+    if objective in ("energy", "edp") and isinstance(device, MeasuredProfile):
         raise ConfigError(f"{device.name} has no power figures, which the objective {objective!r} needs; use 'time'")
-    fixed = _Fixed.of(model, device)
-    scheme = fixed.scheme_or(scheme)
-    lengths = fixed.chunk_lengths_or(chunk_lengths)
+    if arrivals is not None and objective != "p95":
+        raise ConfigError(f"arrivals count for the objective 'p95', not for {objective!r}; omit them")
     prompt_lengths = list(prompt_lengths)
-    partitions: dict[str, Placement] = {NATURAL: PARTITIONS[NATURAL]}
-    left_out: dict[str, str] = {}
+    queue = None
+    if arrivals is not None:
+        queue = Queue(arrivals=arrivals, seed=seed, num_prompts=max(1, len(prompt_lengths)))
+    fixed = _Fixed.of(model, device)
+    lengths = None if chunk_lengths is None else fixed.chunk_lengths_or(chunk_lengths)
     has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
     if placements and not has_npu:
         raise ConfigError(f"{device.name} leaves the NPU idle, so placements make no difference; omit them")
     if fixed.reason and placements:
         raise ConfigError(f"{fixed.reason}; its placement is fixed too, omit other placements")
-    shadowed = with_shadow(scheme, shadow)
-    [plan] = plans_of(model, [{}], progress, shadowed)
-    plans = {NATURAL: plan}
-    if not fixed.reason and has_npu:
-        wanted = {**partitions_of(plan), **(placements or {})}
-        plans = dict(zip(wanted, plans_of(model, list(wanted.values()), progress, shadowed), strict=True))
-        left_out = _refused(plans, shadowed)
-        partitions = {name: placement for name, placement in wanted.items() if name not in left_out}
-    if chunk_lengths is None:
-        lengths = [n for n in lengths if n <= plan.context_length] or [plan.context_length]
+    candidates, left_out = _candidates(fixed, scheme, shadow, qualities, budget)
+    _check_checkpoint(model, qualities, progress)
+    choices: list[Setup] = []
+    searched: list[SearchedPartition] = []
+    bounds: list[float] = []
+    num_searched = 0
+    for candidate in candidates:
+        search = _SchemeSearch(
+            model,
+            device,
+            fixed,
+            candidate,
+            prompt_lengths=prompt_lengths,
+            chunk_lengths=lengths,
+            placements=placements or {},
+            memory_bytes=memory_bytes,
+            objective=objective,
+            queue=queue,
+            progress=progress,
+            simulate=partial(experiment, model, devices=[device], workers=workers, dask=dask, progress=progress),
+        )
+        search.search_grid()
+        searched += search.search_partitions(len(searched))
+        choices += search.choices
+        bounds += [] if search.bound is None else [search.bound]
+        num_searched += search.num_searched
+        left_out |= search.left_out
+    usual = [c for c in choices if (c.partition, c.attention) == (NATURAL, ON_CPU)]
+    schemes = [c for c in usual if c.quantisation == {"scheme": fixed.scheme}] or usual
+    longest = max(choice.chunk_length for choice in schemes)
+    default = next((c for c in schemes if c.chunk_length == DEFAULT_CHUNK_LENGTH), None)
+    return Tuned(
+        model=model.source if isinstance(model, Shape) else os.fspath(model),
+        device=device,
+        device_name=device_name,
+        prompt_lengths=tuple(prompt_lengths),
+        memory_bytes=memory_bytes,
+        objective=objective,
+        budget=budget,
+        queue=queue,
+        choices=tuple(sorted(_distinct(choices), key=lambda choice: choice.time_ms)),
+        best=_best(choices, memory_bytes, objective, queue),
+        default=default or next(c for c in schemes if c.chunk_length == longest),
+        num_simulated=len(choices) + num_searched,
+        searched=tuple(searched),
+        bound=min(bounds, default=None),
+        left_out=left_out,
+    )
 
-    def parts() -> Iterator[_Part]:
-        yield ON_CPU, partitions, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
-        if not fixed.is_measured and has_npu:
-            for attention in fixed.attentions or _attentions(plan, prompt_lengths):
-                if able := _with_attention(partitions, plans, attention, max(lengths), shadowed):
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """One way to quantise the model, with its divergence if it was measured."""
+
+    quantisation: Mapping[str, Any]
+    mean_kl: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Scheme and other options as one line of text."""
+        scheme, *others = (str(v) if k == "scheme" else f"{k} {v}" for k, v in self.quantisation.items())
+        return f"{scheme} with {', '.join(others)}" if others else scheme
+
+
+def _candidates(
+    fixed: _Fixed, scheme: str | None, shadow: str | None, qualities: Sequence[Quality], budget: float | None
+) -> tuple[list[_Candidate], dict[str, str]]:
+    """Return the schemes to search, and reasons by name of schemes that exceed the budget.
+
+    Raises:
+        ConfigError: the divergence of a requested scheme is unknown, or all schemes exceed the budget.
+    """
+    shadow = None if shadow == "none" else shadow
+    wanted = {"scheme": fixed.scheme_or(scheme)} | ({} if shadow is None else {"shadow": shadow})
+    if not qualities:
+        if budget is not None:
+            raise ConfigError(
+                "`budget` needs measured divergences, as `chunkrt eval --as-npu --json` prints them; give some"
+            )
+        return [_Candidate(quantisation=wanted)], {}
+    check_comparable(qualities)
+    if fixed.reason:
+        own = [quality for quality in qualities if fixed.has(quality.scheme)]
+        known = [_Candidate(quantisation=wanted, mean_kl=quality.mean_kl) for quality in own]
+    else:
+        known = [_Candidate(quantisation=q.quantisation, mean_kl=q.mean_kl) for q in qualities]
+        known = [c for c in known if shadow is None or c.quantisation.get("shadow") == shadow]
+        known = [c for c in known if scheme is None or c.quantisation["scheme"] == scheme]
+    if not known:
+        raise ConfigError(
+            f"the KL divergence of {_Candidate(quantisation=wanted).name} is unknown, none of the given files measures "
+            "it; run `chunkrt eval --as-npu --json` with these options"
+        )
+    within = [c for c in known if budget is None or (c.mean_kl or 0.0) <= budget]
+    if not within:
+        least = min(known, key=lambda c: c.mean_kl or 0.0)
+        raise ConfigError(
+            f"no measured scheme stays within the budget of kl={budget:g}; the smallest divergence is "
+            f"{least.mean_kl:.4g} of {least.name}"
+        )
+    exceeding = {c.name: f"its mean KL of {c.mean_kl:.4g} exceeds the budget" for c in known if c not in within}
+    return within, exceeding
+
+
+def _check_checkpoint(model: str | os.PathLike[str] | Shape, qualities: Sequence[Quality], progress: Progress) -> None:
+    """Raise ConfigError if another checkpoint was evaluated. Shapes have none."""
+    digests = {quality.checkpoint: quality for quality in qualities if quality.checkpoint}
+    if not digests or isinstance(model, Shape):
+        return
+    if is_engine_directory(Path(model)):
+        own = read_manifest(Path(model)).checkpoint
+    else:
+        own = "" if is_weightless(model) else sampled_digest(find_checkpoint(os.fspath(model), progress)[0])
+    for digest, quality in digests.items():
+        if own and digest != own:
+            raise ConfigError(
+                f"{quality.source} evaluates another checkpoint than {os.fspath(model)}; evaluate this one"
+            )
+
+
+class _SchemeSearch:
+    """Search under one scheme.
+
+    Attributes:
+        choices: all choices that were simulated.
+        num_searched: number of partitions that were simulated in addition to the grid.
+        bound: lower bound of the objective; None without a search over partitions.
+        left_out: reasons by name of partitions that were not simulated.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Shape,
+        device: DeviceProfile | MeasuredProfile,
+        fixed: _Fixed,
+        candidate: _Candidate,
+        *,
+        prompt_lengths: Sequence[int],
+        chunk_lengths: Sequence[int] | None,
+        placements: Mapping[str, Placement],
+        memory_bytes: int | None,
+        objective: Objective,
+        queue: Queue | None,
+        progress: Progress,
+        simulate: Callable[..., Rows],
+    ) -> None:
+        self._device, self._fixed, self._candidate, self._progress = device, fixed, candidate, progress
+        self._prompt_lengths, self._memory_bytes, self._objective = prompt_lengths, memory_bytes, objective
+        self._shadow = candidate.quantisation.get("shadow")
+        self._scheme = with_shadow(candidate.quantisation["scheme"], self._shadow)
+        self._simulate, self._queue = simulate, queue
+        self.choices: list[Setup] = []
+        self.num_searched = 0
+        self.bound: float | None = None
+        self.left_out: dict[str, str] = {}
+        self._partitions: dict[str, Placement] = {NATURAL: PARTITIONS[NATURAL]}
+        [self._plan] = plans_of(model, [{}], progress, self._scheme)
+        self._plans = {NATURAL: self._plan}
+        self._has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
+        if not fixed.reason and self._has_npu:
+            wanted = {**partitions_of(self._plan), **placements}
+            made = plans_of(model, list(wanted.values()), progress, self._scheme)
+            self._plans = dict(zip(wanted, made, strict=True))
+            self.left_out = _refused(self._plans, self._scheme)
+            self._partitions = {name: value for name, value in wanted.items() if name not in self.left_out}
+        context = self._plan.context_length
+        if chunk_lengths is None:
+            chunk_lengths = [n for n in fixed.chunk_lengths_or(None) if n <= context] or [context]
+        self._lengths = chunk_lengths
+
+    def search_grid(self) -> None:
+        """Simulate the grid of whole kinds of modules."""
+        self.choices += [choice for part in self._parts() for choice in self._simulated(part, self._lengths)]
+
+    def _parts(self) -> Iterator[_Part]:
+        on_cpu = {n: p for n, p in self._partitions.items() if not places_attention(self._plans.get(n, self._plan), p)}
+        yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
+        if not self._fixed.is_measured and self._has_npu:
+            for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths):
+                able = _with_attention(self._partitions, self._plans, attention, max(self._lengths), self._scheme)
+                if able:
                     yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
 
-    def simulated(part: _Part, lengths: Sequence[int]) -> list[Setup]:
+    def _simulated(self, part: _Part, lengths: Sequence[int]) -> list[Setup]:
         attention, able, policies, in_flight = part
-        rows = experiment(
-            model,
-            devices=[device],
+        rows = self._simulate(
             placements=able,
-            schemes=[scheme],
-            shadow=shadow,
+            schemes=[self._scheme.name],
+            shadow=self._shadow,
             attentions=[attention],
-            prompt_lengths=prompt_lengths,
+            prompt_lengths=self._prompt_lengths,
             chunk_lengths=lengths,
             policies=policies,
             chunks_in_flight=in_flight,
-            workers=workers,
-            dask=dask,
-            progress=progress,
         )
-        grid = product(able, prompt_lengths, lengths, policies, in_flight)
+        grid = product(able, self._prompt_lengths, lengths, policies, in_flight)
         grouped: dict[tuple[str, int, str, int | None], list[GridRow]] = defaultdict(list)
         for row, (name, _, length, policy, flight) in zip(rows, grid, strict=True):
             grouped[name, length, policy, flight].append(row)
-        return [_choice(key, able, found) for key, found in grouped.items()]
+        return [self._choice(key, able, found) for key, found in grouped.items()]
 
-    choices = [choice for part in parts() for choice in simulated(part, lengths)]
-    searched: list[SearchedPartition] = []
-    bound, num_searched = None, 0
-    if not fixed.reason and isinstance(device, DeviceProfile) and has_npu:
-        search = PartitionSearch(plan, shadowed, device, prompt_lengths, objective, memory_bytes)
+    def _choice(
+        self, key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[GridRow]
+    ) -> Setup:
+        partition, chunk_length, policy, chunks_in_flight = key
+        times = tuple(row.time_to_first_token_ms for row in rows)
+        joules = [row.energy_joules for row in rows if row.energy_joules is not None]
+        return Setup(
+            partition=partition,
+            placement=partitions[partition],
+            attention=rows[0].attention,
+            chunk_length=chunk_length,
+            policy=policy,
+            chunks_in_flight=chunks_in_flight,
+            times_ms=times,
+            time_ms=geometric_mean(times),
+            p95_ms=percentile(times, 0.95) if self._queue is None else self._queue.p95_ms(times),
+            peak_memory_bytes=max(row.peak_memory_bytes for row in rows),
+            energy_joules=sum(joules) if joules else None,
+            quantisation=self._candidate.quantisation,
+            num_shadows=sum(node.op == SHADOW_OP for subgraph in self._plan.subgraphs for node in subgraph.nodes),
+            mean_kl=self._candidate.mean_kl,
+        )
+
+    def search_partitions(self, num_before: int) -> list[SearchedPartition]:
+        """Search the partition of every module after the grid.
+
+        Args:
+            num_before: number of partitions that other searches have named.
+        """
+        if self._fixed.reason or not isinstance(self._device, DeviceProfile) or not self._has_npu:
+            return []
+        choices, objective, memory_bytes = self.choices, self._objective, self._memory_bytes
+        search = PartitionSearch(
+            self._plan, self._scheme, self._device, self._prompt_lengths, objective, memory_bytes, self._queue
+        )
         costs = [c.cost(objective) for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
         usable = dict.fromkeys(choice.attention for choice in choices)
-        for found in _searches(search, list(product(usable, lengths)), min(costs, default=inf), progress):
-            bound = found.bound if bound is None else min(bound, found.bound)
+        pairs = list(product(usable, self._lengths))
+        searched: list[SearchedPartition] = []
+        for found in _searches(search, pairs, min(costs, default=inf), self._progress):
+            self.bound = found.bound if self.bound is None else min(self.bound, found.bound)
             if found.partition is None:
                 continue
-            num_searched += found.partition.num_simulated
-            name = f"{SEARCHED} {len(searched) + 1}"
+            self.num_searched += found.partition.num_simulated
+            name = f"{SEARCHED} {num_before + len(searched) + 1}"
             policies, in_flight = (
                 (SEARCHED_POLICIES, CHUNKS_IN_FLIGHT) if found.attention == ON_CPU else ((DEFAULT_POLICY,), (None,))
             )
             placement = {name: found.partition.placement}
-            made = simulated((found.attention, placement, policies, in_flight), [found.chunk_length])
+            made = self._simulated((found.attention, placement, policies, in_flight), [found.chunk_length])
             of_grid = [c for c in choices if (c.attention, c.chunk_length) == (found.attention, found.chunk_length)]
             searched.append(_compared(search, found, of_grid, made))
             choices += made
-    usual = DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths else max(lengths)
-    default = next(c for c in choices if (c.partition, c.attention, c.chunk_length) == (NATURAL, ON_CPU, usual))
-    return Tuned(
-        model=model.source if isinstance(model, Shape) else os.fspath(model),
-        device=device,
-        scheme=scheme,
-        shadow=shadow,
-        prompt_lengths=tuple(prompt_lengths),
-        memory_bytes=memory_bytes,
-        objective=objective,
-        choices=tuple(sorted(_distinct(choices), key=lambda choice: choice.time_ms)),
-        best=_best(choices, memory_bytes, objective),
-        default=default,
-        num_simulated=len(choices) + num_searched,
-        searched=tuple(searched),
-        bound=bound,
-        left_out=left_out,
-    )
+        return searched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +676,7 @@ class _Fixed:
     reason: str = ""
     is_measured: bool = False
     scheme: str = DEFAULT_NPU_SCHEME
+    compiled: Scheme | None = None
     chunk_lengths: tuple[int, ...] = ()
     attentions: tuple[str, ...] = ()
 
@@ -464,10 +697,15 @@ class _Fixed:
             return _Fixed(
                 reason=f"{model} was compiled under {manifest.scheme.name}{of_chunks}",
                 scheme=manifest.scheme.name,
+                compiled=manifest.scheme,
                 chunk_lengths=tuple(lengths),
                 attentions=(f"npu:{compiled['npu_window']}",) if compiled.get("attention") == "npu" else (),
             )
         return _Fixed()
+
+    def has(self, scheme: Scheme) -> bool:
+        """Return True if the profile or the engine directory has a scheme; a profile knows only its name."""
+        return scheme == self.compiled if self.compiled is not None else scheme.name == self.scheme
 
     def scheme_or(self, wanted: str | None) -> str:
         """Return the scheme for the search. Raise ConfigError if a different scheme is requested, or the NPU has no
@@ -503,27 +741,7 @@ def _refused(plans: Mapping[str, Plan], scheme: Scheme) -> dict[str, str]:
     return refused
 
 
-def _choice(
-    key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[GridRow]
-) -> Setup:
-    partition, chunk_length, policy, chunks_in_flight = key
-    times = tuple(row.time_to_first_token_ms for row in rows)
-    joules = [row.energy_joules for row in rows if row.energy_joules is not None]
-    return Setup(
-        partition=partition,
-        placement=partitions[partition],
-        attention=rows[0].attention,
-        chunk_length=chunk_length,
-        policy=policy,
-        chunks_in_flight=chunks_in_flight,
-        times_ms=times,
-        time_ms=geometric_mean(times),
-        peak_memory_bytes=max(row.peak_memory_bytes for row in rows),
-        energy_joules=sum(joules) if joules else None,
-    )
-
-
-def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objective) -> Setup:
+def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objective, queue: Queue | None) -> Setup:
     fitting = [c for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
     if not fitting:
         least = min(choice.peak_memory_bytes for choice in choices)
@@ -531,21 +749,36 @@ def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objecti
             f"no choice stays within {(memory_bytes or 0) / 1e6:.4g} MB, the smallest takes {least / 1e6:.4g} MB; "
             "allow more memory, or try a scheme with smaller weights"
         )
-    good = (1 + TIE) * min(choice.cost(objective) for choice in fitting)
+    least_cost = min(choice.cost(objective) for choice in fitting)
+    if queue is not None and least_cost == inf:
+        least_ms = min(mean(choice.times_ms) for choice in fitting)
+        raise ConfigError(
+            f"no choice keeps up with {queue.rate:g} requests per second: the fastest takes {least_ms:.4g} ms for a "
+            "prompt on average; lower the rate"
+        )
+    good = (1 + TIE) * least_cost
     return min((c for c in fitting if c.cost(objective) <= good), key=lambda c: (c.peak_memory_bytes, c.time_ms))
 
 
 def _distinct(choices: Iterable[Setup]) -> list[Setup]:
-    """Return, of choices with the same partition, attention, chunk length and predictions, the first, which is nearest
-    to the default."""
+    """Return, of choices with the same partition, attention, chunk length, quantisation and predictions, the first,
+    which is nearest to the default."""
     first: dict[Any, Setup] = {}
     for c in choices:
         first.setdefault(
-            (c.partition, c.attention, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c
+            (
+                *(c.partition, c.attention, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules),
+                *(repr(c.quantisation), c.mean_kl),
+            ),
+            c,
         )
     return list(first.values())
 
 
-def _figures(choice: Setup) -> str:
+def _figures(choice: Setup, objective: Objective) -> str:
     joules = "" if choice.energy_joules is None else f", {choice.energy_joules:.3g} J"
-    return f"{choice.time_ms:.1f} ms to the first token, {choice.peak_memory_bytes / 1e6:.0f} MB{joules}"
+    quality = "" if choice.mean_kl is None else f", mean KL {choice.mean_kl:.3g}"
+    late = ""
+    if objective == "p95":
+        late = " (p95: overloaded)" if choice.p95_ms is None else f" (p95: {choice.p95_ms:.1f} ms)"
+    return f"{choice.time_ms:.1f} ms to the first token{late}, {choice.peak_memory_bytes / 1e6:.0f} MB{joules}{quality}"

@@ -79,6 +79,18 @@ def test_mapping_and_file_of_the_same_lines_are_one_placement(tmp_path: Path) ->
         assert from_file.folder == from_mapping.folder
 
 
+def test_list_of_layers_in_a_file_is_the_placement_of_the_flag(command, write) -> None:
+    layers = {"model.layers.*": "cpu", "model.layers.1": "npu"}
+    path = write('scheme = "w8a16"\nplacement = "layers=1"\n')
+    assert read_settings(path)["placement"] == layers
+    plans = [
+        command("plan", GGUF, "--json", *options)
+        for options in (("--settings", path), ("--scheme", "w8a16", "--place", "layers=1"), ("--scheme", "w8a16"))
+    ]
+    assert all(plan.status == 0 for plan in plans)
+    assert plans[0].out == plans[1].out != plans[2].out
+
+
 def test_compile_accepts_a_settings_file_and_its_output_runs_with_it(command, write, tmp_path: Path) -> None:
     path = write('scheme = "w8a16"\nchunk_length = 8\npolicy = "in_order"\nchunks_in_flight = 3\n' + PLACED)
     folder = tmp_path / "engine"
@@ -117,11 +129,13 @@ def test_command_line_overrides_settings_in_compile(command, write, tmp_path: Pa
         ('attention_math = "float16"', "unknown arithmetic of attention 'float16'"),
         ('attention_math = "bfloat16"\nnpu = "onnxrt"', "npu='onnxrt' does not support attention_math='bfloat16'"),
         ('placement = "file.toml"', "placement is 'file.toml', expected a table, [placement]"),
+        ('placement = "layers=a"', "the placement is 'layers=a', expected numbers of layers"),
         ('[placement]\nlm_head = "gpu"', "'lm_head' is placed on 'gpu', expected 'npu' or 'cpu'"),
         ('[placement]\nmodel.norm = "cpu"', "write the pattern in quotes"),
         ("[htp]\nvtcm = 4", "unknown NPU setting 'vtcm'"),
         ("[htp]\nvtcm_mb = 'all'", "vtcm_mb is 'all', expected a whole number"),
         ("calibration = 3", "calibration is 3, expected the name of a file"),
+        ("device = 3", "device is 3, expected a name or a file"),
         ("chunk_length", "cannot read the settings file"),
     ],
 )

@@ -127,3 +127,9 @@ def test_numbers_out_of_range() -> None:
         drawn(requests=0)
     with pytest.raises(ConfigError, match="the seed is -1"):
         drawn(seed=-1)
+
+
+def test_a_missing_file_of_lengths_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere.txt")
+    with pytest.raises(ConfigError, match=r"prompt is '.*nowhere\.txt', expected a number, .*; there is no such file"):
+        draw("closed", missing, "1", requests=1, context_length=100)

@@ -102,9 +102,11 @@ def test_an_interrupt_ends_the_experiment_and_its_workers(workers: int) -> None:
         ({"chunk_lengths": 32}, "chunk_lengths is 32, expected a list"),
         ({"chunk_lengths": [32.5]}, "chunk_lengths: 32.5, expected a whole number"),
         ({"chunk_lengths": [True]}, "chunk_lengths: True, expected a whole number"),
-        ({"chunks_in_flight": [0]}, "chunks_in_flight: 0, expected a whole number of at least 1"),
+        ({"chunks_in_flight": [0]}, "chunks_in_flight: 0, expected a whole number of 1 to 256"),
+        ({"chunks_in_flight": [257]}, "chunks_in_flight: 257, expected a whole number of 1 to 256"),
         ({"workers": 0}, "workers: 0, expected"),
         ({"placements": {"lm_head": "npu"}}, "expected a list of placements; put it in brackets"),
+        ({"placements": ["layers=x"]}, "the placement is 'layers=x', expected numbers of layers"),
         ({"placements": ["lm_head"]}, "placements holds 'lm_head', expected a mapping"),
         ({"placements": [{"lm_head": "gpu"}]}, "'lm_head' is placed on 'gpu', expected 'npu' or 'cpu'"),
         ({"placements": [{"lm_haed": "npu"}]}, "did you mean 'lm_head'"),
@@ -138,6 +140,15 @@ def test_named_placements_attentions_and_shadows_are_axes() -> None:
         assert row.time_to_first_token_ms == alone.time_to_first_token_ms
         assert row.peak_memory_bytes == alone.peak_memory_bytes
     assert len({row.time_to_first_token_ms for row in rows}) == 4
+
+
+def test_a_list_of_layers_is_the_placement_of_its_modules() -> None:
+    mapping = {"model.layers.*": "cpu", "model.layers.1": "npu"}
+    listed, mapped = (
+        chunkrt.experiment(SMALL, **POINT, placements={"mine": value}, workers=1) for value in ("layers=1", mapping)
+    )
+    assert listed == mapped
+    assert listed[0].placement == mapping
 
 
 def test_best_and_pareto_rows_are_those_of_a_comparison_of_all_pairs(rows: Rows) -> None:
@@ -301,6 +312,37 @@ def test_wrong_file_of_a_grid_prints_one_line(command, tmp_path: Path, text: str
     finished = command("experiment", tmp_path / "grid.toml")
     assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)
     assert message in finished.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--csv", "grid.toml"], "--csv grid.toml would overwrite the grid; name another file"),
+        (["-o", "./grid.toml"], "-o grid.toml would overwrite the grid"),
+        (["-o", "rows", "--csv", "rows"], "would overwrite the file of --csv"),
+    ],
+)
+def test_outputs_never_overwrite_the_grid_or_each_other(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("grid.toml").write_text(GRID_FILE)
+    finished = command("experiment", "grid.toml", *options)
+    assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)
+    assert message in finished.err
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.toml"]
+    assert Path("grid.toml").read_text() == GRID_FILE
+
+
+def test_file_of_rows_with_a_header_alone_has_no_rows_yet(command, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    chunkrt.experiment(SMALL, **POINT, workers=1, output=path)
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    finished = command("report", path, "-o", tmp_path / "report.html")
+    assert (finished.status, finished.out) == (1, "")
+    assert finished.err == f"chunkrt: {path} has no rows yet; run its experiment\n"
+    with pytest.raises(ConfigError, match="there are no rows; an experiment has to finish one first"):
+        Rows.read(path).best()
 
 
 def test_unknown_model_is_refused_with_the_shapes() -> None:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from itertools import product
+from math import ceil
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
 import chunkrt.simulate.tune as search
+from chunkrt.cli.eval import eval as eval_command
 from chunkrt.cli.profile import profile as profile_command
+from chunkrt.engine.resolve import choose_recipe
 from chunkrt.engine.settings import read_settings
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.simulate import Shape, find_device, simulate
-from chunkrt.simulate.experiments import near_plans_of
+from chunkrt.simulate.arrivals import draw
+from chunkrt.simulate.experiments import near_plans_of, with_shadow
+from chunkrt.simulate.quality import Quality, read_quality
+from chunkrt.simulate.queue import NUM_ARRIVALS
 from chunkrt.simulate.search import TIE
 from chunkrt.simulate.tune import NATURAL, PARTITIONS, SEARCHED, Setup, Tuned, tune
 
@@ -145,7 +154,8 @@ def test_objective_is_minimised(objective: str) -> None:
 def test_much_energy_is_not_paid_for_little_time() -> None:
     """A choice that saves 2 % of the time for 44 % more energy costs more; one that saves 10 % for 44 % costs less."""
     options = {"partition": "natural", "placement": {}, "attention": "cpu", "chunk_length": 32, "policy": "in_order"}
-    options |= {"chunks_in_flight": None, "times_ms": (100.0,), "peak_memory_bytes": 1}
+    options |= {"chunks_in_flight": None, "times_ms": (100.0,), "p95_ms": 100.0, "peak_memory_bytes": 1}
+    options |= {"quantisation": {"scheme": "w8a16"}, "num_shadows": 0, "mean_kl": None}
     usual = Setup(**options, time_ms=100.0, energy_joules=1.0)
     wasteful = replace(usual, times_ms=(98.0,), energy_joules=1.44)
     fast = replace(usual, times_ms=(90.0,), energy_joules=1.44)
@@ -186,6 +196,279 @@ def test_p95_is_the_time_that_one_of_twenty_prompts_exceeds() -> None:
     assert found.best.times_ms[18] <= (1 + TIE) * min(of_64)
 
 
+def waiting_p95_ms(arrivals_ms: list[float], service_ms: list[float]) -> float:
+    """Return the 95th percentile of the times in a queue, by one event after another."""
+    free_ms, times = 0.0, []
+    for arrival_ms, own_ms in zip(arrivals_ms, service_ms, strict=True):
+        free_ms = max(free_ms, arrival_ms) + own_ms
+        times.append(free_ms - arrival_ms)
+    return sorted(times)[ceil(0.95 * len(times)) - 1]
+
+
+def test_p95_with_arrivals_counts_waiting() -> None:
+    """At a high rate, the choice with the best tail of one prompt alone may be another one than with waiting."""
+    options = {"prompt_lengths": [32, 500], "chunk_lengths": [32, 64], "objective": "p95", "workers": 1}
+    alone = tune(SMALL, "sd8gen3", **options)
+    rate = 0.7 / (sum(alone.best.times_ms) / 2e3)
+    found = tune(SMALL, "sd8gen3", **options, arrivals=f"poisson:{rate}", seed=3)
+    load = draw(f"poisson:{rate}", "1", "1", requests=NUM_ARRIVALS, context_length=2, seed=3)
+    arrivals_ms = [(request.arrival_ns or 0.0) / 1e6 for request in load.requests]
+    assert found.queue is not None
+    for choice in found.choices:
+        if rate * sum(choice.times_ms) / 2e3 >= 1:
+            assert choice.p95_ms is None
+        else:
+            service_ms = [choice.times_ms[index] for index in found.queue.prompts]
+            assert choice.p95_ms == pytest.approx(waiting_p95_ms(arrivals_ms, service_ms))
+            assert choice.p95_ms > max(choice.times_ms)
+    able = [choice.p95_ms for choice in found.choices if choice.p95_ms is not None]
+    assert found.best.p95_ms == pytest.approx(min(able), rel=TIE)
+    assert found.bound is not None
+    assert found.bound <= min(able)
+    assert "arrivals poisson:" in found.to_toml()
+    seldom = tune(SMALL, "sd8gen3", **options, arrivals="poisson:0.001")
+    assert seldom.best.p95_ms == pytest.approx(alone.best.p95_ms)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arrivals": "poisson:1e6"}, "no choice keeps up with 1e+06 requests per second: the fastest takes"),
+        ({"arrivals": "poisson:0"}, "arrivals are 'poisson:0', expected poisson:RATE"),
+        ({"arrivals": "closed"}, "arrivals are 'closed', expected poisson:RATE"),
+        ({"arrivals": "poisson:x"}, "arrivals are 'poisson:x', expected poisson:RATE"),
+        ({"arrivals": "poisson:1", "seed": -1}, "the seed is -1, expected 0 or more"),
+        ({"arrivals": "poisson:1", "objective": "time"}, "arrivals count for the objective 'p95', not for 'time'"),
+    ],
+)
+def test_wrong_arrivals_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tune(SMALL, "sd8gen3", **{"prompt_lengths": [64], "chunk_lengths": [32], "objective": "p95", **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_command_prints_overloaded_choices_and_the_rate(command, tmp_path: Path) -> None:
+    options = ["--device", "sd8gen3", "-p", "100", "--chunk", "32", "--objective", "p95", "-o", tmp_path / "tuned.toml"]
+    alone = json.loads(command("tune", GGUF, *options, "--json").out)
+    rate = 990 / alone["default"]["time_ms"]
+    slower = [choice for choice in alone["choices"] if choice["time_ms"] * rate > 1000]
+    finished = command("tune", GGUF, *options, "--arrivals", f"poisson:{rate}", "--seed", "1", "--json")
+    found = json.loads(finished.out)
+    assert (found["arrivals"], found["seed"]) == (f"poisson:{rate}", 1)
+    assert sum(choice["p95_ms"] is None for choice in found["choices"]) >= len(slower) > 0
+    shown = command("tune", GGUF, *options, "--arrivals", f"poisson:{rate * 1.2}")
+    assert "with arrivals poisson:" in shown.out.splitlines()[0]
+    assert "overloaded" in shown.out
+
+
+def quality(name: str, mean_kl: float, shadow: str | None = None, **others: object) -> Quality:
+    found = Quality(
+        source=f"{name}.json", scheme=with_shadow(name, shadow), mean_kl=mean_kl, checkpoint="", conditions=()
+    )
+    return replace(found, **others)
+
+
+DOWN_PROJ = "*.down_proj.weight"
+QUALITIES = [quality("w8a16", 0.006), quality("w8a8", 0.148), quality("w8a8", 0.044, DOWN_PROJ)]
+
+
+@pytest.fixture(scope="module")
+def of_qualities(searched: None) -> Tuned:
+    return tune(SMALL, "sd8gen3", prompt_lengths=[100], chunk_lengths=[32], qualities=QUALITIES, workers=1)
+
+
+def test_choices_have_the_divergence_and_the_figures_of_their_schemes(of_qualities: Tuned) -> None:
+    found = {
+        (c.quantisation["scheme"], c.quantisation.get("shadow"), c.num_shadows, c.mean_kl) for c in of_qualities.choices
+    }
+    assert found == {("w8a16", None, 0, 0.006), ("w8a8", None, 0, 0.148), ("w8a8", DOWN_PROJ, SMALL.num_layers, 0.044)}
+    for choice in of_qualities.choices:
+        if (choice.partition, choice.attention, choice.policy, choice.chunks_in_flight) == (
+            *(NATURAL, "cpu", "look_ahead", None),
+        ):
+            scheme = with_shadow(choice.quantisation["scheme"], choice.quantisation.get("shadow"))
+            [plan] = search.plans_of(SMALL, [{}], lambda what, done, total: None, scheme)
+            own = simulate(
+                plan, find_device("sd8gen3"), prompt_length=100, chunk_length=32, policy="look_ahead", scheme=scheme
+            )
+            assert (choice.time_ms, choice.peak_memory_bytes) == (
+                pytest.approx(own.time_to_first_token_ms),
+                own.peak_memory_bytes,
+            )
+
+
+def test_divergence_is_an_axis_of_the_pareto_front(of_qualities: Tuned) -> None:
+    points = {(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0, c.mean_kl or 0.0) for c in of_qualities.choices}
+    front = {p for p in points if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)}
+    assert {(c.time_ms, c.peak_memory_bytes, c.energy_joules, c.mean_kl) for c in of_qualities.pareto} == front
+    assert {c.mean_kl for c in of_qualities.pareto} > {0.006}
+    assert max(c.time_ms for c in of_qualities.pareto if c.mean_kl == 0.006) > of_qualities.pareto[0].time_ms
+
+
+def test_a_budget_leaves_the_schemes_within_it(of_qualities: Tuned) -> None:
+    found = tune(SMALL, "sd8gen3", prompt_lengths=[100], chunk_lengths=[32], qualities=QUALITIES, budget=0.1, workers=1)
+    assert {c.mean_kl for c in found.choices} == {0.006, 0.044}
+    assert found.left_out == {"w8a8": "its mean KL of 0.148 exceeds the budget"}
+    within = [c for c in of_qualities.choices if (c.mean_kl or 0.0) <= 0.1]
+    assert found.best.cost("time") <= (1 + TIE) * min(c.cost("time") for c in within)
+    least = tune(
+        SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], qualities=QUALITIES, budget=0.006, workers=1
+    )
+    assert least.settings["scheme"] == "w8a16"
+    assert "shadow" not in least.settings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w8a8", "shadow": "*.down_proj.weight,*.o_proj.weight"},
+        {"scheme": "w8a8", "shadow": "all", "equalisation": "off"},
+        {"scheme": "w4a16", "rotation": False, "rounding": "nearest"},
+    ],
+)
+def test_settings_quantise_as_the_evaluated_model(options: dict[str, object]) -> None:
+    evaluated = choose_recipe(chunkrt.EngineOptions(npu="qnn", **options), "w8a16").scheme
+    found = tune(
+        SMALL,
+        "sd8gen3",
+        prompt_lengths=[64],
+        chunk_lengths=[32],
+        qualities=[quality("w8a16", 0.1, scheme=evaluated)],
+        workers=1,
+    )
+    names = chunkrt.EngineOptions.__dataclass_fields__
+    own = chunkrt.EngineOptions(npu="qnn", **{key: value for key, value in found.settings.items() if key in names})
+    assert choose_recipe(own, "w8a16").scheme == evaluated
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qualities": [], "budget": 0.1}, "`budget` needs measured divergences"),
+        ({"budget": 0.001}, "no measured scheme stays within the budget of kl=0.001; the smallest divergence is 0.006"),
+        ({"scheme": "w4a16"}, "the KL divergence of w4a16 is unknown"),
+        ({"scheme": "w8a8", "shadow": "all"}, "the KL divergence of w8a8 with shadow all is unknown"),
+        ({"qualities": [*QUALITIES, QUALITIES[0]]}, "w8a16.json and w8a16.json evaluate the same scheme"),
+        (
+            {"qualities": [QUALITIES[0], replace(QUALITIES[1], conditions=("other.txt",))]},
+            "w8a8.json and w8a16.json have other texts, windows or bases",
+        ),
+        (
+            {"qualities": [replace(q, checkpoint=name) for q, name in zip(QUALITIES, "abc", strict=True)]},
+            "evaluate different checkpoints",
+        ),
+        (
+            {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), float_outputs=("*",)))]},
+            "w8a8.json evaluates w8a8 with float outputs, which an NPU quantises",
+        ),
+        ({"qualities": [quality("w8a8-dynamic", 0.1)]}, "'w8a8-dynamic', which the NPU does not run"),
+        (
+            {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), name="mixed"))]},
+            "'mixed', which a search over weights chooses",
+        ),
+        (
+            {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), wide=("*",)))]},
+            "with linear layers that no options choose",
+        ),
+    ],
+)
+def test_an_unknown_divergence_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tune(SMALL, **{"device": "sd8gen3", "prompt_lengths": [64], "qualities": QUALITIES, **options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Outputs of `chunkrt eval --json` under two schemes, by their names."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    (folder / "text.txt").write_text("The prompt streams through both processors in chunks. " * 20)
+    found = {}
+    for name, options in (("w8a16", ["--scheme", "w8a16"]), ("shadowed", ["--scheme", "w8a8", "--shadow", DOWN_PROJ])):
+        found[name] = folder / f"{name}.json"
+        with found[name].open("w") as out, redirect_stdout(out):
+            text = ["--text", str(folder / "text.txt"), "--window", "64", "--windows", "1"]
+            eval_command.main([GGUF, *text, "--as-npu", *options, "--json"], standalone_mode=False)
+    return found
+
+
+def test_command_reads_evaluations_and_shows_their_divergences(command, evaluations, tmp_path: Path) -> None:
+    measured = {
+        name: json.loads(path.read_text())["text"]["figures"]["comparison"]["mean_kl"]
+        for name, path in evaluations.items()
+    }
+    options = ["--device", "sd8gen3", "-p", "64", "--chunk", "32", "-o", tmp_path / "tuned.toml"]
+    given = [part for path in evaluations.values() for part in ("--quality", path)]
+    finished = command("tune", GGUF, *options, *given, "--budget", "kl=1", "--pareto")
+    assert finished.status == 0, finished.err
+    assert "KL  shadows" in finished.out
+    assert f"{min(measured.values()):.4f}" in finished.out
+    finished = command("tune", GGUF, *options, *given, "--scheme", "w8a8", "--json")
+    found = json.loads(finished.out)
+    assert {choice["mean_kl"] for choice in found["choices"]} == {measured["shadowed"]}
+    assert {choice["num_shadows"] for choice in found["choices"]} == {2}
+    assert read_settings(tmp_path / "tuned.toml")["shadow"] == DOWN_PROJ
+
+
+def edited(evaluation: dict[str, Any], *keys: str, value: object) -> dict[str, Any]:
+    """Return an evaluation with another value at a path of keys; None removes the key."""
+    found = copy.deepcopy(evaluation)
+    last = reduce(lambda inner, key: inner[key], keys[:-1], found)
+    last[keys[-1]] = value
+    if value is None:
+        del last[keys[-1]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (["text", "figures", "comparison", "mean_kl"], float("nan"), "has a mean KL divergence of nan"),
+        (["text", "figures", "comparison", "mean_kl"], "small", "is not an output of `chunkrt eval --json`"),
+        (["text", "figures", "comparison"], None, "is not an output of `chunkrt eval --json`"),
+        (["text", "base"], 0, "is not an output of `chunkrt eval --json`"),
+        (["run", "quantisation"], None, "does not record the quantisation of its model"),
+        (["run", "quantisation", "weight_bits"], 5, "is not an output of `chunkrt eval --json`"),
+    ],
+)
+def test_a_damaged_evaluation_is_one_line(evaluations, tmp_path: Path, keys, value: object, message: str) -> None:
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(edited(json.loads(evaluations["w8a16"].read_text()), *keys, value=value)))
+    with pytest.raises(ConfigError) as caught:
+        read_quality(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_evaluation_without_a_base_has_no_divergence(evaluations, tmp_path: Path) -> None:
+    evaluation = json.loads(evaluations["w8a16"].read_text())
+    evaluation["text"]["base"] = evaluation["text"]["figures"]["comparison"] = None
+    (tmp_path / "edited.json").write_text(json.dumps(evaluation))
+    with pytest.raises(ConfigError, match="has no KL divergence; run `chunkrt eval` with --text FILE and a base"):
+        read_quality(tmp_path / "edited.json")
+
+
+def test_command_refuses_evaluations_of_another_checkpoint(command, evaluations, tmp_path: Path) -> None:
+    options = ["--device", "sd8gen3", "-o", tmp_path / "tuned.toml", "--quality", evaluations["w8a16"]]
+    finished = command("tune", checkpoint("lfm2"), *options)
+    assert (finished.status, finished.out) == (1, "")
+    assert "evaluates another checkpoint" in finished.err
+
+
+def test_an_engine_directory_has_the_divergence_of_its_own_scheme(command, evaluations, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    command("compile", GGUF, "-o", folder, "--scheme", "w8a16")
+    options = ["--device", "sd8gen3", "-p", "64", "--chunk", "32", "-o", tmp_path / "tuned.toml", "--json"]
+    finished = command("tune", folder, *options, "--quality", evaluations["w8a16"])
+    assert finished.status == 0, finished.err
+    assert None not in {choice["mean_kl"] for choice in json.loads(finished.out)["choices"]}
+    finished = command("tune", folder, *options, "--quality", evaluations["shadowed"])
+    assert finished.status == 1
+    assert "the KL divergence of w8a16 is unknown" in finished.err
+
+
 def test_default_choice_is_the_engines_default(tuned: Tuned) -> None:
     options = chunkrt.EngineOptions()
     assert tuned.default.placement == {}
@@ -215,6 +498,30 @@ def test_settings_file_has_the_choice_and_its_conditions(tuned: Tuned, tmp_path:
     comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for part in ("Snapdragon 8 Gen 3", "64, 100 tokens", "no limit", f"{tuned.best.time_ms:.1f} ms"):
         assert any(part in comment for comment in comments), part
+
+
+@pytest.mark.parametrize(("device", "soc"), [("SM8850+executorch", "SM8850"), ("SM8735", None), ("profile", "SM8650")])
+def test_a_simulation_reads_the_device_of_a_settings_file(
+    command, tmp_path: Path, device: str, soc: str | None
+) -> None:
+    if device == "profile":
+        device = str(tmp_path / "mine.toml")
+        bundled = Path(search.__file__).parent / "devices" / "sd8gen3.toml"
+        text = bundled.read_text(encoding="utf-8").replace('name = "Snapdragon 8 Gen 3"', 'name = "mine"')
+        Path(device).write_text(text, encoding="utf-8")
+    path = tmp_path / "tuned.toml"
+    options = ["-p", "64", "--chunk", "32", "--objective", "energy", "--json"]
+    tuned = command("tune", GGUF, "--device", device, "-o", path, *options)
+    assert tuned.status == 0, tuned.err
+    best = json.loads(tuned.out)["best"]
+    assert read_settings(path).get("soc") == soc
+    again = command("simulate", GGUF, "--settings", path, "-p", "64", "--json")
+    assert again.status == 0, again.err
+    [row] = json.loads(again.out)
+    assert row["device"] == json.loads(tuned.out)["device"]
+    assert row["time_to_first_token_ms"] == pytest.approx(best["time_ms"])
+    other = command("simulate", GGUF, "--settings", path, "--device", "sdxelite", "-p", "64", "--json")
+    assert json.loads(other.out)[0]["device"] == find_device("sdxelite").name
 
 
 def test_partitions_that_the_npu_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +612,28 @@ def test_command_prints_the_partitions_of_rule_and_optimiser_and_the_front(comma
     assert "of a lower bound over all partitions" in finished.out
 
 
+def test_a_list_of_layers_is_searched_as_the_same_placement_in_a_file(command, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('"model.layers.*" = "cpu"\n"model.layers.1" = "npu"\n')
+    options = ["--chunk", "32", "-p", "20", "--json", "--place", "layers=1", "--place", mine]
+    finished = command("tune", GGUF, "--device", "sdxelite", "-o", tmp_path / "tuned.toml", *options)
+    assert finished.status == 0, finished.err
+    of = {
+        name: [
+            {key: value for key, value in choice.items() if key != "partition"}
+            for choice in json.loads(finished.out)["choices"]
+            if choice["partition"] == name
+        ]
+        for name in ("layers=1", str(mine))
+    }
+    assert of["layers=1"] == of[str(mine)] != []
+    assert of["layers=1"][0]["placement"] == {"model.layers.*": "cpu", "model.layers.1": "npu"}
+    assert {choice["attention"] for choice in of["layers=1"]} == {"npu:512"}
+    options = ["--device", "sdxelite", "-p", "20", "--chunk", "32", "--place", "layers=1", "--json"]
+    [alone] = json.loads(command("simulate", GGUF, *options).out)
+    assert of["layers=1"][0]["time_ms"] == pytest.approx(alone["time_to_first_token_ms"])
+
+
 def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('"model.layers.1" = "cpu"\n')
@@ -323,13 +652,23 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["-o", "tuned.json"], "expected a name that ends in .toml"),
         (["-o", "nowhere/tuned.toml"], "there is no folder"),
         (["--device", "sd9"], "unknown device 'sd9'"),
-        (["-p", "x"], "-p is 'x', expected numbers"),
+        (["-p", "x.txt"], "-p is 'x.txt', expected numbers of at least 1, separated by commas, e.g. 64,256; uniform:"),
+        (["-p", "x.txt"], "or a file; there is no such file"),
+        (["-p", "0,64"], "-p is '0,64', expected numbers of at least 1"),
         (["--chunk", "0"], "--chunk is '0', expected numbers of at least 1"),
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
+        (["--seed", "1"], "--seed is for random arrivals; give --arrivals"),
+        (["--arrivals", "poisson:1"], "arrivals count for the objective 'p95', not for 'time'"),
+        (["--budget", "kl=0.1"], "--budget needs measured divergences; give --quality FILE"),
+        (["--budget", "0", "--quality", __file__], "--budget is '0', expected a number of nats above 0"),
+        (["--quality", "nowhere.json"], "nowhere.json: No such file"),
+        (["--quality", __file__], "is not an output of `chunkrt eval --json`"),
         (["--memory", "0.01MB", "--chunk", "32"], "no choice stays within 0.01 MB, the smallest takes "),
         (["--place", "nowhere.toml"], "cannot read the placement file"),
+        (["--place", "layers=a"], "the placement is 'layers=a', expected numbers of layers"),
+        (["--place", "layers=7"], "model.layers.7"),
         (["--scheme", "w8a8-dynamic"], "use a static one"),
         (["--dask", "nonsense"], "found no Dask scheduler at 'nonsense'"),
     ],
@@ -355,6 +694,14 @@ def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, p
     settings = read_settings(out)
     assert (settings["scheme"], settings["chunk_length"], settings["threads"]) == ("w8a8-dynamic", 8, 2)
     assert not settings.keys() & {"soc", "placement"}
+
+
+def test_a_measured_profile_has_a_p95_but_no_energy(profile: Path) -> None:
+    found = tune(GGUF, str(profile), prompt_lengths=[20, 64], objective="p95", workers=1)
+    assert found.best.p95_ms == max(found.best.times_ms)
+    assert found.best.p95_ms <= (1 + TIE) * min(max(choice.times_ms) for choice in found.choices)
+    with pytest.raises(ConfigError, match="has no power figures, which the objective 'edp' needs"):
+        tune(GGUF, str(profile), prompt_lengths=[20], objective="edp", workers=1)
 
 
 @pytest.mark.parametrize(
