@@ -109,5 +109,5 @@ def test_operator_without_implementation_is_named(registry):
 )
 def test_failing_form_is_named(registry, function, message):
     add(registry, function)
-    with pytest.raises(BackendError, match=rf"node 'double': acme::Double by .*<lambda> {message}"):
+    with pytest.raises(BackendError, match=rf"node 'double': acme::Double by .*<lambda> of acme-ops {message}"):
         run_operator(node(), [X])

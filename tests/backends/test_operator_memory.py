@@ -73,8 +73,8 @@ with registry.from_distribution("acme-ops"):
 process = psutil.Process()
 gc.collect()
 before = process.memory_info().rss
-ops = f"linear={form},logits={form}"
-with chunkrt.load(model, npu="native", scheme="w8a8-dynamic", chunk_length=16, threads=1, ops=ops) as engine:
+options = {"ops": f"linear={form},logits={form}", "attention_math": "float32", "chunk_length": 16, "threads": 1}
+with chunkrt.load(model, npu="native", scheme="w8a8-dynamic", **options) as engine:
     session = engine.session()
     logits = [session.prefill(tokens).logits.tolist() for tokens in ([5, 9, 200, 31], [7], [8])]
     gc.collect()
