@@ -70,7 +70,7 @@ enum class AttentionMath { float32, bfloat16 };
 // Number of dimensions that one position of one head takes in a bfloat16 cache.
 constexpr std::size_t tiled_depth(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
-// A bfloat16 cache is appended to fastest by pieces of this number of rows.
+// A bfloat16 cache is appended to fastest by pieces that begin at a multiple of this position.
 inline constexpr std::size_t kPositionsTogether = 16;
 
 // Number of values of a row of an int8 cache that share a scale.

@@ -1,6 +1,5 @@
 // attention in bfloat16 with AVX-512: VDPBF16PS adds the products of 16 pairs to 16 sums.
 #include <bit>
-#include <cmath>
 
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/seen_scores.h"
@@ -27,7 +26,7 @@ struct DotPairs {
 };
 
 // 2^t for t <= 0, with a relative error below 2^-13; 0 for -inf. A polynomial of the fraction of t, which is
-// in [0, 1), times 2 to its floor.
+// in [0, 1], times 2 to its floor.
 CHUNKRT_LANES Floats power_of_two(Floats t) {
   const Floats fraction = {_mm512_reduce_ps(t.of, _MM_FROUND_TO_NEG_INF)};
   Floats p = multiply_add(all(0.07706702f), fraction, all(0.22764501f));
@@ -76,15 +75,14 @@ CHUNKRT_LANES Floats largest_scores(const float* scores) {
              max(load(scores + 2 * kLanes), load(scores + 3 * kLanes)));
 }
 
-// Converts the scores of a row to weights, and returns 16 partial sums. `logarithm`: of the maximum, to
-// base 2.
-CHUNKRT_LANES Floats weigh_row(const float* scores, float logarithm, std::uint16_t* weights) {
-  const Floats scale = all(kLog2E), largest = all(logarithm);
+// Converts the scores of a row to weights, and returns 16 partial sums.
+CHUNKRT_LANES Floats weigh_row(const float* scores, float maximum, std::uint16_t* weights) {
+  const Floats scale = all(kLog2E), largest = all(maximum);
   Floats sums = all(0.0f);
 #pragma GCC unroll 2
   for (std::size_t key = 0; key < kKeysPerBlock; key += 2 * kLanes) {
-    const Floats low = power_of_two(multiply_subtract(load(scores + key), scale, largest));
-    const Floats high = power_of_two(multiply_subtract(load(scores + key + kLanes), scale, largest));
+    const Floats low = power_of_two((load(scores + key) - largest) * scale);
+    const Floats high = power_of_two((load(scores + key + kLanes) - largest) * scale);
     const Ints both = {std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high.of, low.of))};
     _mm512_storeu_si512(weights + key, both.of);
     sums = DotPairs::add(both, all_ints(0x3f803f80), sums);  // times 1
@@ -115,13 +113,13 @@ void weigh_sixteen(const ScoredRows& rows, std::size_t begin, std::size_t count)
   const Floats rescale =
       select(Mask{static_cast<__mmask16>(seeing)}, exp_of_nonpositive(old_maximum - maximum), all(1.0f));
   store(rows.maxima + begin, maximum, rest);
-  float logarithms[kLanes], factors[kLanes];
-  store(logarithms, maximum * all(kLog2E));
+  float maxima[kLanes], factors[kLanes];
+  store(maxima, maximum);
   store(factors, rescale);
 #pragma GCC unroll 4
   for (std::size_t i = 0; i < kLanes; ++i) {
     if (IsWhole || (seeing >> i & 1u) != 0) {
-      found[i] = weigh_row(scores + i * kKeysPerBlock, logarithms[i], weights + i * kKeysPerBlock);
+      found[i] = weigh_row(scores + i * kKeysPerBlock, maxima[i], weights + i * kKeysPerBlock);
     } else {
       if (i < count) std::memset(weights + i * kKeysPerBlock, 0, kKeysPerBlock * sizeof(*weights));
       found[i] = all(0.0f);
@@ -146,7 +144,7 @@ void weigh_rows_by_pairs(const ScoredRows& rows) {
   }
   for (std::size_t begin = 0; begin < rows.num_rows; begin += kLanes) {
     const std::size_t count = smaller(kLanes, rows.num_rows - begin);
-    if (rows.see_all && count == kLanes) {
+    if (rows.is_whole && count == kLanes) {
       weigh_sixteen<true>(rows, begin, count);
     } else {
       weigh_sixteen<false>(rows, begin, count);
@@ -163,14 +161,16 @@ void round_in_hardware(const float* values, std::uint16_t* out, std::size_t coun
 
 }  // namespace
 
+TileOperations tile_operations_avx512bf16() {
+  TileOperations operations = tile_operations_avx512vnni();
+  operations.round = round_in_hardware;
+  operations.weigh = weigh_rows_by_pairs;
+  return operations;
+}
+
 void attend_f32_bf16_cache_avx512bf16(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                       float* scratch) {
-  static const TileOperations operations = [] {
-    TileOperations common = tile_operations_avx512vnni();
-    common.round = round_in_hardware;
-    common.weigh = weigh_rows_by_pairs;
-    return common;
-  }();
+  static const TileOperations operations = tile_operations_avx512bf16();
   attend_in_bfloat<PairProducts<DotPairs>>(args, begin, end, scratch, operations);
 }
 

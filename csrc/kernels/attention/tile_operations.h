@@ -43,7 +43,7 @@ struct ScoredRows {
   float* sums;             // [rows]: l
   const std::size_t* first;    // [rows]: a row attends to the block's keys from `first`
   const std::size_t* visible;  // to before `visible`; if the range is empty, the row is unchanged
-  bool see_all;                // true only if every row sees all keys of the block
+  bool is_whole;               // true only if every row sees all keys of the block
   std::size_t num_rows;
   std::size_t columns;
   float soft_cap;  // bound of scores; 0: none
@@ -70,7 +70,8 @@ const TileOperations& tile_operations_neon();
 
 #if defined(__x86_64__) || defined(_M_X64)
 const TileOperations& tile_operations_avx2();
-TileOperations tile_operations_avx512vnni();  // both implementations give bit-identical results
+TileOperations tile_operations_avx512vnni();  // bit-identical to those of AVX2
+TileOperations tile_operations_avx512bf16();  // `weigh` and `round` differ within the bounds of attention.h
 #endif
 
 // The fastest operations that this processor supports.

@@ -38,6 +38,7 @@ void append_tiled(const AttentionArgs& args, std::size_t begin, std::size_t end,
   const TileOperations& operations = tile_operations();
   const std::size_t head_dim = args.head_dim, depth = tiled_depth(head_dim);
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * head_dim;
+  static_assert(kQueriesPerTileItem >= 2 * (2 * kRowsPerTile + 1), "the room for queries has room for rows");
   float* const keys = scratch;  // [16, depth]
   float* const values = keys + kRowsPerTile * depth;
   auto* const rounded = reinterpret_cast<std::uint16_t*>(values + kRowsPerTile * depth);

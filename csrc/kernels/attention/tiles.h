@@ -23,7 +23,6 @@
 // One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
-#include <array>
 #include <cstring>
 
 #include "kernels/attention/tile_operations.h"
@@ -38,12 +37,14 @@ std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
   return key > start ? smaller(key - start, most) : 0;
 }
 
+// The same bound for every row. (Functions of std::array might be shared with files for other processors.)
 template <std::size_t N>
-constexpr std::array<std::size_t, N> filled(std::size_t value) {
-  std::array<std::size_t, N> values{};
-  for (std::size_t& each : values) each = value;
-  return values;
-}
+struct Bounds {
+  constexpr explicit Bounds(std::size_t value) {
+    for (std::size_t& each : of) each = value;
+  }
+  std::size_t of[N] = {};
+};
 
 // An item's operands in scratch, and the data that all of its blocks share.
 template <typename Products>
@@ -88,8 +89,7 @@ class TileItem {
  private:
   static constexpr std::size_t kRowsAtOnce = Products::kRowsAtOnce;
   // The bounds of rows that see a complete block.
-  static constexpr std::array<std::size_t, kRowsAtOnce> kNone = filled<kRowsAtOnce>(0),
-                                                        kWhole = filled<kRowsAtOnce>(kKeysPerBlock);
+  static constexpr Bounds<kRowsAtOnce> kFromStart{0}, kToEnd{kKeysPerBlock};
   static_assert(kRowsAtOnce <= kMostRowsAtOnce && kQueriesPerTileItem % kRowsAtOnce == 0);
 
   void begin_queries() {
@@ -245,8 +245,8 @@ class TileItem {
       see_all = find_seen(start, row, num_rows, seen_first, seen_end, &begin, &end);
       if (begin >= end) return;
     }
-    const std::size_t* const first = is_whole ? kNone.data() : seen_first;
-    const std::size_t* const visible = is_whole ? kWhole.data() : seen_end;
+    const std::size_t* const first = is_whole ? kFromStart.of : seen_first;
+    const std::size_t* const visible = is_whole ? kToEnd.of : seen_end;
     float* const outs = outs_ + row * sizes_.columns;
     products_.score(queries_ + row * sizes_.depth, num_rows, block_keys_, sizes_.depth, end, scores_);
     operations_.weigh({.scores = scores_,
@@ -256,7 +256,7 @@ class TileItem {
                        .sums = sums_ + row,
                        .first = first,
                        .visible = visible,
-                       .see_all = is_whole,
+                       .is_whole = is_whole,
                        .num_rows = num_rows,
                        .columns = sizes_.columns,
                        .soft_cap = args_.soft_cap});

@@ -185,8 +185,18 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
       append(arguments(frame), begin, end, scratch);
     };
     if (is_in_bfloat) {
-      builder.add_loop([](const Frame& frame) { return frame.size_of(Symbol::T); }, kPositionsTogether,
-                       "append_cache", uses, append_rows);
+      // Item 0 is at a multiple of kPositionsTogether, so that pieces begin where positions are packed
+      // together.
+      const auto skipped = [=](const Frame& frame) {
+        return static_cast<std::size_t>(*frame.get<const std::int64_t>(position)) % kPositionsTogether;
+      };
+      builder.add_loop([=](const Frame& frame) { return skipped(frame) + frame.size_of(Symbol::T); },
+                       kPositionsTogether, "append_cache", uses,
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                         const std::size_t first = skipped(frame);
+                         append_rows(frame, std::max(begin, first) - first, std::max(end, first) - first,
+                                     scratch);
+                       });
     } else {
       builder.add_row_step(Symbol::T, "append_cache", uses, append_rows);
     }

@@ -11,7 +11,7 @@
 
 namespace chunkrt {
 
-// Number of column blocks of one call of a kernel; pieces are multiples of this number. It is small enough
+// Number of column blocks of a panel; pieces are multiples of this number. It is small enough
 // that a panel's weights and results are still in the cache for the second digit or the outliers. Tiles are
 // used in pairs, gemm with AVX2 may have to widen the activations for each panel, and the widest of the other
 // kernels is fastest with three blocks.
