@@ -19,6 +19,12 @@ namespace {
 constexpr std::chrono::microseconds kTimeBeforeSleep{50};
 constexpr int kPausesPerLook = 8;
 
+// The largest amount that a waiting thread fetches, a part of its second-level cache, and the bytes that it
+// fetches between two looks.
+constexpr std::size_t kMostBytesAhead = 256 * 1024;
+constexpr std::size_t kBytesPerLook = 1024;
+constexpr std::size_t kLineBytes = 64;
+
 void pause() {
 #if defined(__x86_64__) || defined(_M_X64)
   _mm_pause();
@@ -26,6 +32,17 @@ void pause() {
   __asm__ volatile("yield");
 #elif defined(_M_ARM64)
   __yield();
+#endif
+}
+
+// Starts the transfer of a cache line to the second-level cache.
+void fetch(const std::byte* line) {
+#if defined(_MSC_VER) && !defined(__clang__)
+#if defined(_M_X64)
+  _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
+#endif
+#else
+  __builtin_prefetch(line, 0, 2);
 #endif
 }
 
@@ -55,7 +72,7 @@ struct ThreadPool::Loop {
 
   explicit Loop(std::size_t num_stretches) : stretches(num_stretches) {}
 
-  void open(std::size_t new_count, std::size_t new_piece, const Body& new_body) {
+  void open(std::size_t new_count, std::size_t new_piece, const Body& new_body, Upcoming upcoming) {
     // The stretches are updated first: a thread that reads the new number of pieces but the old loop's number
     // must not find a piece.
     const std::uint32_t next = number.load(std::memory_order_relaxed) + 1;
@@ -64,6 +81,8 @@ struct ThreadPool::Loop {
     count = new_count;
     piece = new_piece;
     body = &new_body;
+    upcoming_data.store(upcoming.data, std::memory_order_relaxed);
+    upcoming_bytes.store(upcoming.bytes, std::memory_order_relaxed);
     num_done.store(0, std::memory_order_relaxed);
     num_pieces.store(static_cast<std::uint32_t>((count + piece - 1) / piece), std::memory_order_release);
     number.store(next, std::memory_order_release);
@@ -95,6 +114,9 @@ struct ThreadPool::Loop {
   std::size_t count = 0;
   std::size_t piece = 1;
   const Body* body = nullptr;
+  // Unlike the members above, these are also read after the loop.
+  std::atomic<const std::byte*> upcoming_data{nullptr};
+  std::atomic<std::size_t> upcoming_bytes{0};
   std::atomic<std::uint32_t> num_done{0};
   std::atomic<bool> has_failed{false};
   std::mutex failure_mutex;
@@ -130,10 +152,16 @@ void ThreadPool::serve(std::size_t member) {
       num_left_.wait(left, std::memory_order_acquire);
       continue;
     }
-    bool has_helped = false;
-    for (const std::unique_ptr<Loop>& loop : loops_) has_helped |= help(*loop, member);
+    const Loop* helped = nullptr;
+    for (const std::unique_ptr<Loop>& loop : loops_) {
+      if (help(*loop, member)) helped = loop.get();
+    }
     return_permit();
-    if (!has_helped) wait_while(num_opened_, opened);
+    if (helped) {
+      fetch_ahead(*helped, member, num_opened_, opened);
+    } else {
+      wait_while(num_opened_, opened);
+    }
   }
 }
 
@@ -146,6 +174,20 @@ bool ThreadPool::help(Loop& loop, std::size_t member) {
     has_helped = true;
   }
   return has_helped;
+}
+
+// Fetches what the loop after `loop` reads first, while the value is `old`.
+void ThreadPool::fetch_ahead(const Loop& loop, std::size_t member, const std::atomic<std::uint32_t>& value,
+                             std::uint32_t old) const {
+  const std::byte* const data = loop.upcoming_data.load(std::memory_order_relaxed);
+  const std::size_t bytes = loop.upcoming_bytes.load(std::memory_order_relaxed);
+  const std::size_t first = bytes / budget_ * member;
+  const std::size_t last = first + std::min(bytes / budget_, kMostBytesAhead);
+  for (std::size_t begin = first; begin < last; begin += kBytesPerLook) {
+    if (value.load(std::memory_order_relaxed) != old) return;
+    const std::size_t end = std::min(begin + kBytesPerLook, last);
+    for (std::size_t byte = begin; byte < end; byte += kLineBytes) fetch(data + byte);
+  }
 }
 
 void ThreadPool::run_piece(Loop& loop, std::size_t index, std::size_t member) {
@@ -198,16 +240,18 @@ ThreadPool::Team::~Team() {
   pool_.num_left_.notify_all();
 }
 
-void ThreadPool::Team::parallel_for(std::size_t count, std::size_t piece, const Body& body) {
+void ThreadPool::Team::parallel_for(std::size_t count, std::size_t piece, const Body& body,
+                                    Upcoming upcoming) {
   if (count == 0) return;
   const bool has_helpers = pool_.num_callers_.load(std::memory_order_relaxed) < pool_.budget();
   if (!has_helpers || count <= piece) return body(0, count, 0);
-  loop_->open(count, piece, body);
+  loop_->open(count, piece, body, upcoming);
   pool_.num_opened_.fetch_add(1, std::memory_order_release);
   pool_.num_opened_.notify_all();
   for (std::size_t index; loop_->take(0, index);) pool_.run_piece(*loop_, index, 0);
   const std::uint32_t num_pieces = loop_->num_pieces.load(std::memory_order_relaxed);
   for (std::uint32_t done; (done = loop_->num_done.load(std::memory_order_acquire)) != num_pieces;) {
+    if (done + 1 == num_pieces) pool_.fetch_ahead(*loop_, 0, loop_->num_done, done);
     wait_while(loop_->num_done, done);
   }
   if (loop_->has_failed.load(std::memory_order_relaxed)) {

@@ -27,6 +27,13 @@ class ThreadPool {
   // have the numbers 1 to budget - 1.
   using Body = std::function<void(std::size_t begin, std::size_t end, std::size_t member)>;
 
+  // Memory that the next loop reads, each member an equal share in order. A member without work fetches the
+  // beginning of its share into its cache. The memory is not accessed, so it may be freed at any time.
+  struct Upcoming {
+    const std::byte* data = nullptr;
+    std::size_t bytes = 0;
+  };
+
   class Team;
 
   // `budget` is the number of threads that may compute at once, at least 1; the pool starts budget - 1
@@ -46,6 +53,8 @@ class ThreadPool {
 
   void serve(std::size_t member);
   bool help(Loop& loop, std::size_t member);
+  void fetch_ahead(const Loop& loop, std::size_t member, const std::atomic<std::uint32_t>& value,
+                   std::uint32_t old) const;
   void run_piece(Loop& loop, std::size_t index, std::size_t member);
   bool take_permit();
   void return_permit();
@@ -80,7 +89,7 @@ class ThreadPool::Team {
   // when all pieces are done. As far as possible, one thread computes adjacent pieces, and the caller
   // computes a single piece. After an exception the remaining pieces are skipped, and the first exception is
   // thrown.
-  void parallel_for(std::size_t count, std::size_t piece, const Body& body);
+  void parallel_for(std::size_t count, std::size_t piece, const Body& body, Upcoming upcoming = {});
 
  private:
   ThreadPool& pool_;

@@ -10,6 +10,9 @@ namespace {
 
 constexpr std::size_t kAlignment = MemoryPool::kAlignment;
 
+// Smaller constants are not weights.
+constexpr std::size_t kLeastBytesAhead = 64 * 1024;
+
 }  // namespace
 
 Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool,
@@ -18,6 +21,7 @@ Program::Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool,
   row_local_bytes_ = lay_out_rows();
   scratch_bytes_ = round_up(checked_multiply(definition_.scratch_floats, sizeof(float)), kAlignment);
   lay_out_arena();
+  look_ahead();
   const std::size_t own_bytes = checked_add(scratch_bytes_, row_local_bytes_);
   run_bytes_ = checked_add(arena_bytes_, checked_multiply(own_bytes, pool_->budget()));
 }
@@ -71,6 +75,28 @@ void Program::lay_out_arena() {
     const std::size_t end = checked_add(offset, bytes);
     placed.insert(position, Placed{&value, end});
     arena_bytes_ = std::max(arena_bytes_, round_up(end, kAlignment));
+  }
+}
+
+// Finds the weights that each loop's successors read first. The weights of a loop are its largest constant.
+void Program::look_ahead() {
+  upcoming_.resize(definition_.loops.size());
+  ThreadPool::Upcoming next;
+  for (std::size_t turn = 0; turn < 2; ++turn) {  // the first loop follows the last one
+    for (std::size_t index = definition_.loops.size(); index-- > 0;) {
+      upcoming_[index] = next;
+      ThreadPool::Upcoming largest = {.data = nullptr, .bytes = kLeastBytesAhead};
+      for (const Step& step : definition_.loops[index].steps) {
+        for (const ValueId id : step.uses) {
+          const Value& value = definition_.values[id];
+          if (value.kind != ValueKind::constant) continue;
+          std::size_t bytes = bytes_of(value.dtype);
+          for (const Dimension& dimension : value.shape) bytes *= dimension.size;
+          if (bytes > largest.bytes) largest = {static_cast<const std::byte*>(value.data), bytes};
+        }
+      }
+      if (largest.data) next = largest;
+    }
   }
 }
 

@@ -135,6 +135,7 @@ class Program {
 
   void lay_out_arena();
   std::size_t lay_out_rows();
+  void look_ahead();
   void execute(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
                std::span<const SegmentInputs> segments);
   Chunk make_chunk(std::byte* memory) const;
@@ -155,6 +156,7 @@ class Program {
   std::shared_ptr<StepTimes> times_;
   std::size_t arena_bytes_ = 0;
   std::vector<std::vector<RowLocal>> row_locals_;  // by loop
+  std::vector<ThreadPool::Upcoming> upcoming_;     // by loop: the weights of the next loop that has some
   std::size_t row_local_bytes_ = 0;                // for each thread
   std::size_t scratch_bytes_ = 0;                  // for each thread
   std::size_t run_bytes_ = 0;                      // total size that a run borrows
