@@ -64,7 +64,7 @@ def _gemm_cases(ring_bytes: int) -> list[KernelCase]:
 
 
 def _attention_cases(math: Literal["bfloat16", "float32"]) -> list[KernelCase]:
-    cases, kernel = [], "attention" if math == "float32" else "attention_bfloat16"
+    cases, kernel = [], "attention" if math == "float32" else f"attention_{math}"
     for model, (_, _, heads, kv_heads, head_dim) in DECODERS.items():
         for position in POSITIONS:
             pairs = CHUNK * position + CHUNK * (CHUNK + 1) // 2

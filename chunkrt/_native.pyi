@@ -175,7 +175,7 @@ class ProgramBuilder:
         soft_cap: float = 0.0,
         window: int = 0,
         has_raw_keys: bool = False,
-        is_in_bfloat: bool = False,
+        math: str = "float32",
         qkv_bias: int | None = None,
         sinks: int | None = None,
         appends: bool = True,

@@ -13,4 +13,4 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 # Zig names the extensions of an architecture in its own way.
 set(CHUNKRT_FLAGS_neon_dotprod -mcpu=generic+v8_2a+dotprod)
 set(CHUNKRT_FLAGS_neon_i8mm -mcpu=generic+v8_2a+dotprod+i8mm)
-set(CHUNKRT_FLAGS_neon_bf16 -mcpu=generic+v8_2a+bf16)
+set(CHUNKRT_FLAGS_neon_bf16 -mcpu=generic+v8_2a+bf16+i8mm)

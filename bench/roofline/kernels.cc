@@ -65,10 +65,16 @@ Ring::Ring(std::size_t size) : words((size + 7) / 8), num_bytes(size) {
   bytes = reinterpret_cast<char*>(words.data());
 }
 
+const Kernel<AttentionFunction>& attend_kernel(AttentionMath math) {
+  if (math == AttentionMath::int8) return attend_f32_s8_bf16_cache;
+  return math == AttentionMath::bfloat16 ? attend_f32_bf16_cache : attend_f32_f32_cache;
+}
+
 std::string selected_isa(const std::string& kernel) {
   if (kernel == "gemm") return std::string(name_of(select_kernel(gemm_f32_s8row_s8col).isa));
   if (kernel == "attention") return std::string(name_of(select_kernel(attend_f32_f32_cache).isa));
   if (kernel == "attention_bfloat16") return std::string(name_of(select_kernel(attend_f32_bf16_cache).isa));
+  if (kernel == "attention_int8") return std::string(name_of(select_kernel(attend_f32_s8_bf16_cache).isa));
   if (kernel == "rms_norm") return std::string(name_of(select_kernel(rms_norm_f32_f32).isa));
   if (kernel == "quantize") return std::string(name_of(select_kernel(quantize_s8row_f32).isa));
   if (kernel == "silu_mul") return std::string(name_of(select_kernel(silu_mul_f32_f32_f32).isa));
@@ -134,14 +140,15 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
 }
 
 Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, std::size_t num_heads,
-               std::size_t num_kv_heads, std::size_t head_dim, bool is_in_bfloat) {
+               std::size_t num_kv_heads, std::size_t head_dim, AttentionMath math) {
   require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && head_dim % 2 == 0,
           "attention: expected a multiple of the kv heads, and an even head_dim");
-  const CacheType type = is_in_bfloat ? CacheType::bfloat16 : CacheType::float16;
-  const AttentionMath math = is_in_bfloat ? AttentionMath::bfloat16 : AttentionMath::float32;
+  const bool has_tiles = math != AttentionMath::float32;
+  const CacheType type = has_tiles ? CacheType::bfloat16 : CacheType::float16;
   const std::size_t capacity = round_up(position + rows, 64);
   const std::size_t cache = num_kv_heads * capacity * cache_row_bytes(type, head_dim) / sizeof(std::uint16_t);
-  const std::uint16_t half = is_in_bfloat ? 0x3f00 : 0x3800;  // 0.5
+  // 0.5, or in the keys of int8 two integers or half a scale
+  const std::uint16_t half = has_tiles ? 0x3f00 : 0x3800;
   struct Caches {
     Aligned<std::uint16_t> keys, values;
     Aligned<float> scratch;
@@ -158,9 +165,9 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
       num_threads, Caches{Aligned<std::uint16_t>(cache, half), Aligned<std::uint16_t>(cache, half),
                           Aligned<float>(attention_scratch_floats(head_dim, math))});
   AttentionFunction* append = select_kernel(append_cache_f32).function;
-  const auto& row = select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache);
+  const auto& row = select_kernel(attend_kernel(math));
   AttentionFunction* attend = row.function;
-  const std::size_t per_item = is_in_bfloat && row.isa != Isa::amx_bf16
+  const std::size_t per_item = has_tiles && row.isa != Isa::amx_bf16
                                    ? queries_per_tiled_item(rows * (num_heads / num_kv_heads))
                                    : 0;
   return [=](std::size_t thread, std::size_t calls) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/attention/attention.h"
 #include "measure.h"
 
 namespace chunkrt::roofline {
@@ -51,7 +52,7 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
 // One call appends `rows` keys and values after `position` others to a float16 or a bfloat16 cache, and
 // attends, in float32 or in bfloat16.
 Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, std::size_t num_heads,
-               std::size_t num_kv_heads, std::size_t head_dim, bool is_in_bfloat);
+               std::size_t num_kv_heads, std::size_t head_dim, AttentionMath math);
 
 // One call is [rows, width].
 Body rms_norm(std::size_t num_threads, std::size_t rows, std::size_t width);

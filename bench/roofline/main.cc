@@ -5,7 +5,7 @@
 // - peak INDEX THREADS: a loop of about's list
 // - read BYTES THREADS: 64 KiB a call, going round in BYTES of the ring for each thread
 // - gemm ROWS DEPTH COLUMNS hot|streamed THREADS
-// - attention|attention_bfloat16 ROWS POSITION HEADS KV_HEADS HEAD_DIM THREADS
+// - attention|attention_bfloat16|attention_int8 ROWS POSITION HEADS KV_HEADS HEAD_DIM THREADS
 // - rms_norm|quantize|silu_mul ROWS WIDTH THREADS
 //
 // All but about are answered {"calls": of each thread, "seconds": for all of them}. Each measurement is
@@ -65,7 +65,7 @@ std::string about() {
   }
   out << R"(], "selected": {)";
   separator = "";
-  for (const char* kernel : {"gemm", "attention", "attention_bfloat16", "rms_norm", "quantize", "silu_mul"}) {
+  for (const char* kernel : {"gemm", "attention", "attention_bfloat16", "attention_int8", "rms_norm", "quantize", "silu_mul"}) {
     out << separator << '"' << kernel << R"(": ")" << selected_isa(kernel) << '"';
     separator = ", ";
   }
@@ -143,10 +143,13 @@ Case make_case(const std::string& line, const Ring& ring) {
     const std::size_t threads = words.threads();
     return {gemm(ring, threads, rows, depth, columns, weights == "streamed"), threads, 0};
   }
-  if (const bool is_in_bfloat = what == "attention_bfloat16"; is_in_bfloat || what == "attention") {
+  const std::map<std::string, AttentionMath> attentions = {{"attention", AttentionMath::float32},
+                                                           {"attention_bfloat16", AttentionMath::bfloat16},
+                                                           {"attention_int8", AttentionMath::int8}};
+  if (const auto found = attentions.find(what); found != attentions.end()) {
     const std::size_t rows = words.number(), position = words.number(true), heads = words.number();
     const std::size_t kv_heads = words.number(), head_dim = words.number(), threads = words.threads();
-    return {attention(threads, rows, position, heads, kv_heads, head_dim, is_in_bfloat), threads, 0};
+    return {attention(threads, rows, position, heads, kv_heads, head_dim, found->second), threads, 0};
   }
   const std::map<std::string, Body (*)(std::size_t, std::size_t, std::size_t)> row_kernels = {
       {"rms_norm", rms_norm}, {"quantize", quantize}, {"silu_mul", silu_mul}};

@@ -18,7 +18,7 @@ from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 
 Array = NDArray[Any]
-AttentionMath = Literal["float32", "bfloat16"]
+AttentionMath = Literal["float32", "bfloat16", "int8"]
 """Data type in which attention multiplies queries, keys, values and the softmax's weights."""
 
 

@@ -45,7 +45,7 @@ def near_plans(
 
     Raises:
         ConfigError: attention on the NPU is required, but no attention of the plan can have a fixed shape, the caches
-            are int8, or attention is in bfloat16.
+            are int8, or attention is in bfloat16 or int8.
     """
     if options.attention == "cpu":
         return []
@@ -66,7 +66,7 @@ def near_plans(
         raise ConfigError(
             "attention on the NPU does not support int8 caches; choose a `cache_dtype` of float16, or `attention='cpu'`"
         )
-    if names and options.attention_math == "bfloat16":
+    if names and options.attention_math in ("bfloat16", "int8"):
         raise ConfigError(
             f"`attention_math={options.attention_math!r}` is supported for attention on the CPU only; "
             "omit it, or choose `attention='cpu'`"

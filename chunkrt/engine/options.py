@@ -419,7 +419,8 @@ class EngineOptions:
     attention_math: AttentionMathChoice = declared_option(
         "--attention-math",
         "Arithmetic of attention on the CPU. bfloat16 (native only) is less precise, and faster on processors with "
-        "fast products of bfloat16. auto: bfloat16 on these processors, else float32 (docs/quantisation.md).",
+        "fast products of bfloat16; int8 computes the scores from int8 integers, for long prompts. auto: bfloat16 on "
+        "these processors, else float32 (docs/quantisation.md).",
         group="Execution",
         default="auto",
         choices=lambda: ("auto", *get_args(AttentionMath)),
@@ -545,13 +546,21 @@ class EngineOptions:
                 f"`npu={self.npu!r}` does not support `cache_dtype='int8'`; use float32, float16, or another `npu`"
             )
         if self.cache_dtype == "bfloat16":
-            if self.attention_math != "bfloat16":
-                raise ConfigError("`cache_dtype='bfloat16'` needs `attention_math='bfloat16'`")
+            if self.attention_math not in ("bfloat16", "int8"):
+                raise ConfigError("`cache_dtype='bfloat16'` needs an `attention_math` of bfloat16 or int8")
             if self.context_shift:
                 raise ConfigError("bfloat16 caches cannot shift; choose float16, or omit `context_shift`")
-        if self.attention_math == "bfloat16" and self.npu in BACKENDS and self.npu != "native":
+        if self.attention_math == "int8":
+            if self.cache_dtype not in (None, "bfloat16"):
+                raise ConfigError(
+                    f"`attention_math='int8'` needs bfloat16 caches; omit `cache_dtype={self.cache_dtype!r}`"
+                )
+            if self.context_shift:
+                raise ConfigError("caches of `attention_math='int8'` cannot shift; omit `context_shift`")
+        if self.attention_math in ("bfloat16", "int8") and self.npu in BACKENDS and self.npu != "native":
             raise ConfigError(
-                f"`npu={self.npu!r}` does not support `attention_math='bfloat16'`; use float32, or another `npu`"
+                f"`npu={self.npu!r}` does not support `attention_math={self.attention_math!r}`; use float32, or "
+                "another `npu`"
             )
 
         self._check_npu_only()

@@ -152,14 +152,20 @@ ValueId add_state(ProgramBuilder& builder, std::string name, const PythonShape& 
   return builder.state(std::move(name), shape_of(shape));
 }
 
+AttentionMath math_named(const std::string& name) {
+  if (name == "float32") return AttentionMath::float32;
+  if (name == "bfloat16") return AttentionMath::bfloat16;
+  if (name == "int8") return AttentionMath::int8;
+  throw std::invalid_argument("expected 'float32', 'bfloat16' or 'int8' as math, got '" + name + "'");
+}
+
 ValueId add_attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                       ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
                       std::size_t num_kv_heads, std::size_t head_dim, float scale, float soft_cap,
-                      std::size_t window, bool has_raw_keys, bool is_in_bfloat,
+                      std::size_t window, bool has_raw_keys, const std::string& math,
                       std::optional<ValueId> qkv_bias, std::optional<ValueId> sinks, bool appends) {
-  const AttentionMath math = is_in_bfloat ? AttentionMath::bfloat16 : AttentionMath::float32;
   return attention(builder, qkv, position, table_row, cos, sin, key_cache, value_cache,
-                   {num_heads, num_kv_heads, head_dim, scale, soft_cap, window, has_raw_keys, math, appends},
+                   {num_heads, num_kv_heads, head_dim, scale, soft_cap, window, has_raw_keys, math_named(math), appends},
                    qkv_bias, sinks);
 }
 
@@ -276,7 +282,7 @@ void bind_program(py::module_& module) {
            "best_of_group"_a = 1)
       .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
            "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-           "soft_cap"_a = 0.0f, "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false,
+           "soft_cap"_a = 0.0f, "window"_a = 0, "has_raw_keys"_a = false, "math"_a = "float32",
            "qkv_bias"_a = py::none(), "sinks"_a = py::none(), "appends"_a = true)
       .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
       .def("silu_conv", silu_conv, "x"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)

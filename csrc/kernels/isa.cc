@@ -164,7 +164,7 @@ bool detect(Isa isa) {
   if (isa == Isa::neon) return true;
   if (isa == Isa::neon_dotprod) return has_dotprod();
   if (isa == Isa::neon_i8mm) return has_dotprod() && has_i8mm();
-  return isa == Isa::neon_bf16 && has_bf16();
+  return isa == Isa::neon_bf16 && has_bf16() && has_i8mm();
 }
 
 #if defined(_MSC_VER) && !defined(__clang__)

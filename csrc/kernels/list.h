@@ -55,6 +55,11 @@
   CHUNKRT_WITH_ARM_BFLOAT(ROW(name, Function, neon_bf16)) \
   CHUNKRT_VECTORS(ROW, name, Function)
 
+#define CHUNKRT_BYTE_SCORES(ROW, name, Function)          \
+  CHUNKRT_ON_X86(ROW(name, Function, avx512bf16))         \
+  CHUNKRT_WITH_ARM_BFLOAT(ROW(name, Function, neon_bf16)) \
+  CHUNKRT_VECTORS(ROW, name, Function)
+
 // A kernel's name, the type of its function and its instruction sets. The function in the file of an
 // instruction set is named `name_isa`; the header that declares the function's type describes the kernel.
 #define CHUNKRT_KERNELS(KERNEL)                                                   \
@@ -94,6 +99,7 @@
   KERNEL(append_cache_f32, AttentionFunction, CHUNKRT_VECTORS)                    \
   KERNEL(attend_f32_f32_cache, AttentionFunction, CHUNKRT_VECTORS)                \
   KERNEL(attend_f32_bf16_cache, AttentionFunction, CHUNKRT_BFLOAT_PRODUCTS)       \
+  KERNEL(attend_f32_s8_bf16_cache, AttentionFunction, CHUNKRT_BYTE_SCORES)        \
   KERNEL(causal_convolution_f32_f32, ConvolutionFunction, CHUNKRT_VECTORS)        \
   KERNEL(gated_delta_rule_f32_f32, DeltaRuleFunction, CHUNKRT_VECTORS)            \
   KERNEL(state_space_f32_f32, StateSpaceFunction, CHUNKRT_VECTORS)                \

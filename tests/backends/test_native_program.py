@@ -17,7 +17,7 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 MAX_ROWS = 33
 
 
-def decoder_layer(threads: int, times: StepTimes | None = None, *, is_in_bfloat: bool = False) -> Program:
+def decoder_layer(threads: int, times: StepTimes | None = None, *, math: str = "float32") -> Program:
     """A program with every operator at least once: a small decoder with random weights from a fixed seed."""
     rng = np.random.default_rng(0)
     builder = ProgramBuilder(ThreadPool(threads), MAX_ROWS, times)
@@ -44,7 +44,7 @@ def decoder_layer(threads: int, times: StepTimes | None = None, *, is_in_bfloat:
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         scale=0.3,
-        is_in_bfloat=is_in_bfloat,
+        math=math,
     )
     hidden = linear(attended, HEADS * HEAD_DIM, HIDDEN, hidden)
     gate_up = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, 2 * INNER)
@@ -266,7 +266,7 @@ def tiled(slots: int, width: int = 32) -> list[np.ndarray]:
 
 
 def test_tiled_caches_require_bfloat16_attention() -> None:
-    program = decoder_layer(2, is_in_bfloat=True)
+    program = decoder_layer(2, math="bfloat16")
     np.testing.assert_array_equal(run(program, 33, state=tiled(64)), run(program, 33))
     with pytest.raises(ValueError, match="caches in tiles need a multiple of 64 slots, got 63"):
         run(program, 3, state=tiled(63))

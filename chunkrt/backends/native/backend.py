@@ -44,6 +44,8 @@ class NativeBackend:
         self._attention_math: AttentionMath = attention_math
         if attention_math == "bfloat16":
             self.cache_dtypes = (*self.cache_dtypes, "bfloat16")
+        elif attention_math == "int8":
+            self.cache_dtypes = ("bfloat16",)
         self._times = times
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:

@@ -294,7 +294,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
         soft_cap=_number(node.attributes.get("soft_cap", 0.0)),
         window=window,
         has_raw_keys=node.op == "RawKeyAttention",
-        is_in_bfloat=lowering.attention_math == "bfloat16",
+        math=lowering.attention_math,
         qkv_bias=lowering.optional_value(qkv_bias),
         sinks=lowering.optional_value(sinks),
         appends=not reads_shared_cache(node),

@@ -20,8 +20,8 @@
 // key, and reads fma(float(q), scale, key_bias). A bias that is large in a few channels, as in some models,
 // is then neither rounded nor makes the scales coarse.
 //
-// A bfloat16 cache requires AttentionMath::bfloat16 and keys that are not raw. It rounds to nearest even, and
-// past the largest number to infinity. It stores each block of 64 positions, aligned to a multiple of 64, as
+// A bfloat16 cache requires AttentionMath::bfloat16 or int8, and keys that are not raw. It rounds to nearest even, and
+// past the largest number to infinity, except keys with AttentionMath::int8. It stores each block of 64 positions, aligned to a multiple of 64, as
 // the tiles that are multiplied (tiles.h), where depth is head_dim rounded up to a multiple of 32:
 //   keys [4, depth / 2, 16 positions, 2 dimensions], values [depth / 16, 32, 16 dimensions, 2 positions]
 // Dimensions past head_dim of an appended position are zeros.
@@ -55,6 +55,17 @@
 // and their sums. So results may differ between instruction sets. On one instruction set they depend
 // neither on the split of the work nor on the chunking: each row has its own sums, over the same blocks,
 // and an invisible key adds nothing to them. Non-finite values behave as in float32.
+//
+// Numerics of AttentionMath::int8: it requires a bfloat16 cache. Weights and values are as in bfloat16, but
+// scores are products of int8 integers, after the idea of SageAttention (Zhang et al., 2024). Each roped key,
+// and each roped query times `scale`, is extended by zeros to `depth` elements and multiplied by a Hadamard
+// matrix, which spreads large elements over the others and preserves products up to a factor (mix, in
+// tile_operations.h). It is then quantised like a row of quantize_s8row. With q and k the integers,
+//   score[j] = (float(sum of q[d] * k[j][d]) * key_scale[j]) * (query_scale / number of mixed elements)
+// Sums of integers are exact, so scores are the same on all instruction sets. If an element of a key or a
+// query is not finite, the scores with it are NaN. A block of 64 positions stores the keys [4, depth / 2, 16
+// positions, 4 bytes]: along the second axis depth / 4 rows of 4 integers for each position, a row of their
+// float32 scales, and unused rows.
 #pragma once
 
 #include <cstddef>
@@ -65,7 +76,7 @@ namespace chunkrt {
 enum class CacheType { float32, float16, int8, bfloat16 };
 
 // The number format of the products of queries, keys, values and weights; it selects the kernel.
-enum class AttentionMath { float32, bfloat16 };
+enum class AttentionMath { float32, bfloat16, int8 };
 
 // Number of dimensions that one position of one head takes in a bfloat16 cache.
 constexpr std::size_t tiled_depth(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
@@ -137,8 +148,8 @@ std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math = 
 // Number of items of `attend`. `append` has args.rows items.
 std::size_t attend_items(const AttentionArgs& args);
 
-// Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16, and the other
-// functions are for float32; `append` is for both formats.
+// Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16,
+// `attend_f32_s8_bf16_cache` for int8, and the other functions are for float32; `append` is for all formats.
 using AttentionFunction = void(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch);
 
 }  // namespace chunkrt

@@ -1,4 +1,5 @@
 // attention with AVX2.
+#include "kernels/attention/mix.h"
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/attention/weigh_rows.h"
@@ -41,10 +42,40 @@ bool pack_values(const float* values, std::size_t stride, std::size_t columns, s
   return largest(most) < 0x7f800000;
 }
 
+// vpmaddubsw takes the magnitudes of the columns as its unsigned operand, and the integers of the row with the
+// columns' signs. The sum of two products, at most 2 * 127 * 127, fits int16.
+struct ByteQuads {
+  struct Operand {
+    Ints values, magnitudes;
+  };
+  static constexpr std::size_t kRows = 4, kVectors = 1;
+  static constexpr bool kAreBytes = true;
+
+  CHUNKRT_LANES static Operand load(const std::uint16_t* quads) {
+    const Ints values = load_ints(quads);
+    return {values, CHUNKRT_EACH(Ints, _mm256_abs_epi8, values)};
+  }
+  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) {
+    int four;
+    std::memcpy(&four, quad, sizeof(four));
+    return {all_ints(four), all_ints(0)};
+  }
+  CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
+    const auto products = [](__m256i row, __m256i columns, __m256i magnitudes) {
+      const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(row, columns));
+      return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    };
+    return from_bits(bits_of(sum) + each<Ints>(products, left.values, right.values, right.magnitudes));
+  }
+  CHUNKRT_LANES static Ints total(Ints sums, std::int32_t) { return sums; }
+};
+
 constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_avx2,
                                             .dequantize = dequantize,
                                             .round = round_to_bfloat,
+                                            .mix = mix,
+                                            .quantize = quantize_s8row_f32_avx2,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};
@@ -56,6 +87,11 @@ const TileOperations& tile_operations_avx2() { return kTileOperations; }
 void attend_f32_bf16_cache_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                 float* scratch) {
   attend_in_bfloat<PairProducts<FusedPairs>>(args, begin, end, scratch, kTileOperations);
+}
+
+void attend_f32_s8_bf16_cache_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                   float* scratch) {
+  attend_in_bfloat<PairProducts<FusedPairs, ByteQuads>>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

@@ -1,6 +1,7 @@
 // attention in bfloat16 with AVX-512: VDPBF16PS adds the products of 16 pairs to 16 sums.
 #include <bit>
 
+#include "kernels/attention/byte_quads_avx512.h"
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/seen_scores.h"
 #include "kernels/attention/tiles.h"
@@ -13,6 +14,7 @@ namespace {
 struct DotPairs {
   using Operand = Ints;
   static constexpr std::size_t kRows = 6, kVectors = 4;  // 24 of 32 registers
+  static constexpr bool kAreBytes = false;
 
   CHUNKRT_LANES static Operand load(const std::uint16_t* pairs) { return load_ints(pairs); }
   CHUNKRT_LANES static Operand broadcast(const std::uint16_t* pair) {
@@ -172,6 +174,12 @@ void attend_f32_bf16_cache_avx512bf16(const AttentionArgs& args, std::size_t beg
                                       float* scratch) {
   static const TileOperations operations = tile_operations_avx512bf16();
   attend_in_bfloat<PairProducts<DotPairs>>(args, begin, end, scratch, operations);
+}
+
+void attend_f32_s8_bf16_cache_avx512bf16(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                         float* scratch) {
+  static const TileOperations operations = tile_operations_avx512bf16();
+  attend_in_bfloat<PairProducts<DotPairs, ByteQuads>>(args, begin, end, scratch, operations);
 }
 
 }  // namespace chunkrt

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 
+#include "kernels/attention/tile_operations.h"
 #include "kernels/attention/tiled_cache.h"
 
 namespace chunkrt {
@@ -128,7 +129,7 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
 void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
                     const AttentionOperations& operations) {
   if (args.cache_type == CacheType::bfloat16) {
-    append_tiled(args, begin, end, scratch);
+    append_tiled(args, begin, end, scratch, tile_operations());
     return;
   }
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;

@@ -1,4 +1,5 @@
 // attention with NEON.
+#include "kernels/attention/mix.h"
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/round_bfloat.h"
 #include "kernels/attention/tiles.h"
@@ -42,10 +43,36 @@ bool pack_values(const float* values, std::size_t stride, std::size_t columns, s
   return largest(most) < 0x7f800000;
 }
 
+// Products of four int8, as two sums of products in int16 that are added in int32.
+struct ByteQuads {
+  using Operand = Ints;
+  static constexpr std::size_t kRows = 4, kVectors = 1;
+  static constexpr bool kAreBytes = true;
+
+  CHUNKRT_LANES static Operand load(const std::uint16_t* quads) { return load_ints(quads); }
+  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) {
+    int four;
+    std::memcpy(&four, quad, sizeof(four));
+    return all_ints(four);
+  }
+  CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
+    const auto products = [](int32x4_t row, int32x4_t columns, int32x4_t sums) {
+      const int8x16_t x = vreinterpretq_s8_s32(row), y = vreinterpretq_s8_s32(columns);
+      const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)));
+      const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(x), vget_high_s8(y)));
+      return vaddq_s32(sums, vpaddq_s32(low, high));
+    };
+    return from_bits(each<Ints>(products, left, right, bits_of(sum)));
+  }
+  CHUNKRT_LANES static Ints total(Ints sums, std::int32_t) { return sums; }
+};
+
 constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_neon,
                                             .dequantize = dequantize,
                                             .round = round_to_bfloat,
+                                            .mix = mix,
+                                            .quantize = quantize_s8row_f32_neon,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};
@@ -57,6 +84,11 @@ const TileOperations& tile_operations_neon() { return kTileOperations; }
 void attend_f32_bf16_cache_neon(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                 float* scratch) {
   attend_in_bfloat<PairProducts<FusedPairs>>(args, begin, end, scratch, kTileOperations);
+}
+
+void attend_f32_s8_bf16_cache_neon(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                   float* scratch) {
+  attend_in_bfloat<PairProducts<FusedPairs, ByteQuads>>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

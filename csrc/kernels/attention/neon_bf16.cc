@@ -5,12 +5,16 @@
 // two adjacent pairs yields the 4 values of two columns. The rows of a left operand are joined in twos. An
 // odd last row is joined with itself. bfmmla adds the products of two pairs to a sum one after the other,
 // each rounded, as two bfdot do, and treats subnormal numbers as 0.
+//
+// Scores in int8 have the same layout with four integers in place of a pair, and smmla multiplies 2 rows by 2
+// columns at a depth of 8 into integer sums, which here are the bits of float32.
 #include <arm_neon.h>
 
 #include <array>
 #include <utility>
 
 #include "kernels/attention/tiles.h"
+#include "kernels/lanes/lanes.h"
 #include "kernels/list.h"
 
 namespace chunkrt {
@@ -58,6 +62,21 @@ class JoinedRows {
   alignas(64) std::uint16_t joined_[kJoinedRows * kJoinedDepth];
 };
 
+struct BfloatProducts {
+  static constexpr bool kAreBytes = false;
+  static float32x4_t add(float32x4_t sums, bfloat16x8_t rows, bfloat16x8_t columns) {
+    return vbfmmlaq_f32(sums, rows, columns);
+  }
+};
+
+struct ByteProducts {
+  static constexpr bool kAreBytes = true;
+  static float32x4_t add(float32x4_t sums, bfloat16x8_t rows, bfloat16x8_t columns) {
+    const int8x16_t x = vreinterpretq_s8_bf16(rows), y = vreinterpretq_s8_bf16(columns);
+    return vreinterpretq_f32_s32(vmmlaq_s32(vreinterpretq_s32_f32(sums), x, y));
+  }
+};
+
 struct Matrices {
   const std::uint16_t* left;  // joined rows
   std::size_t left_stride;    // distance of pairs of rows
@@ -78,7 +97,7 @@ Sums to_tiles(float32x4_t upper, float32x4_t lower) {
   return {vreinterpretq_f32_f64(vtrn1q_f64(a, b)), vreinterpretq_f32_f64(vtrn2q_f64(a, b))};
 }
 
-template <std::size_t RowPairs>
+template <typename Products, std::size_t RowPairs>
 [[gnu::noinline]] void add_products(Matrices of) {
   constexpr std::size_t kFours = kColumns / 4;
   Sums sums[RowPairs][kFours];
@@ -103,8 +122,8 @@ template <std::size_t RowPairs>
       const bfloat16x8_t rows = load_pairs(left + m * of.left_stride);
 #pragma GCC unroll 2
       for (std::size_t n = 0; n < kFours; ++n) {
-        sums[m][n].first = vbfmmlaq_f32(sums[m][n].first, rows, columns[n].first);
-        sums[m][n].second = vbfmmlaq_f32(sums[m][n].second, rows, columns[n].second);
+        sums[m][n].first = Products::add(sums[m][n].first, rows, columns[n].first);
+        sums[m][n].second = Products::add(sums[m][n].second, rows, columns[n].second);
       }
     }
   }
@@ -122,25 +141,42 @@ template <std::size_t RowPairs>
 }
 
 // Element [i] multiplies i + 1 pairs of rows.
-template <std::size_t... I>
+template <typename Products, std::size_t... I>
 constexpr std::array<void (*)(Matrices), sizeof...(I)> functions(std::index_sequence<I...>) {
-  return {add_products<I + 1>...};
+  return {add_products<Products, I + 1>...};
 }
 
+// Multiplies the integer sums of scores by the scales of their query, a ByteRow, and of their key.
+void scale_scores(const std::uint16_t* queries, std::size_t num_rows, const std::uint16_t* keys,
+                  std::size_t depth, std::size_t end_key, float* scores) {
+  for (std::size_t key = 0; key < end_key; key += kLanes) {
+    const Floats key_scales = load(reinterpret_cast<const float*>(keys + key * depth + depth * 8));
+    for (std::size_t row = 0; row < num_rows; ++row) {
+      float scale;
+      std::memcpy(&scale, reinterpret_cast<const std::byte*>(queries + row * depth) + depth, sizeof(scale));
+      float* const sums = scores + row * kKeysPerBlock + key;
+      store(sums, to_floats(bits_of(load(sums))) * key_scales * all(scale));
+    }
+  }
+}
+
+template <typename Scores>
 class MatrixProducts {
  public:
   static constexpr std::size_t kRowsAtOnce = kJoinedRows;
+  static constexpr bool kHasByteScores = Scores::kAreBytes;
 
   void score(const std::uint16_t* queries, std::size_t num_rows, const std::uint16_t* keys, std::size_t depth,
              std::size_t end_key, float* scores) {
-    for (std::size_t d = 0; d < depth; d += kJoinedDepth) {
-      rows_.join(queries + d, depth, num_rows, smaller(kJoinedDepth, depth - d));
+    const std::size_t length = kHasByteScores ? depth / 2 : depth;  // in bfloat16
+    for (std::size_t d = 0; d < length; d += kJoinedDepth) {
+      rows_.join(queries + d, depth, num_rows, smaller(kJoinedDepth, length - d));
       for (std::size_t key = 0; key < end_key; key += kColumns) {
-        multiply({.left = nullptr,
+        multiply<Scores>({.left = nullptr,
                   .left_stride = rows_.stride(),
                   .right = keys + key / kRowsPerTile * kRowsPerTile * depth + d * kRowsPerTile +
                            key % kRowsPerTile * 2,
-                  .depth = smaller(kJoinedDepth, depth - d),
+                  .depth = smaller(kJoinedDepth, length - d),
                   .sums = scores + key,
                   .sums_stride = kKeysPerBlock,
                   .begin_at_zero = d == 0,
@@ -148,6 +184,7 @@ class MatrixProducts {
                  num_rows);
       }
     }
+    if constexpr (kHasByteScores) scale_scores(queries, num_rows, keys, depth, end_key, scores);
   }
 
   void accumulate(const std::uint16_t* weights, std::size_t weights_stride, std::size_t num_rows,
@@ -156,7 +193,7 @@ class MatrixProducts {
     const std::size_t begin = begin_key / 4 * 4, depth = (end_key + 3) / 4 * 4 - begin;
     rows_.join(weights + begin, weights_stride, num_rows, depth);
     for (std::size_t d = 0; d < columns; d += kColumns) {
-      multiply({.left = nullptr,
+      multiply<BfloatProducts>({.left = nullptr,
                 .left_stride = rows_.stride(),
                 .right = values + d / kRowsPerTile * kRowsPerTile * kKeysPerBlock + begin * kRowsPerTile +
                          d % kRowsPerTile * 2,
@@ -170,8 +207,9 @@ class MatrixProducts {
   }
 
  private:
+  template <typename Products>
   void multiply(Matrices of, std::size_t num_rows) const {
-    static constexpr auto kFunctions = functions(std::make_index_sequence<kMostRowPairs>());
+    static constexpr auto kFunctions = functions<Products>(std::make_index_sequence<kMostRowPairs>());
     float* const sums = of.sums;
     for (std::size_t row = 0, height; row < num_rows; row += height) {
       height = smaller(2 * kMostRowPairs, num_rows - row);
@@ -189,7 +227,12 @@ class MatrixProducts {
 
 void attend_f32_bf16_cache_neon_bf16(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                      float* scratch) {
-  attend_in_bfloat<MatrixProducts>(args, begin, end, scratch, tile_operations_neon());
+  attend_in_bfloat<MatrixProducts<BfloatProducts>>(args, begin, end, scratch, tile_operations_neon());
+}
+
+void attend_f32_s8_bf16_cache_neon_bf16(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                        float* scratch) {
+  attend_in_bfloat<MatrixProducts<ByteProducts>>(args, begin, end, scratch, tile_operations_neon());
 }
 
 }  // namespace chunkrt

@@ -15,7 +15,7 @@ std::size_t queries_per_kv_head(const AttentionArgs& args) {
 
 std::size_t queries_per_item(const AttentionArgs& args) {
   if (args.queries_per_item > 0) return args.queries_per_item;
-  return args.math == AttentionMath::bfloat16 ? kQueriesPerTileItem : kQueriesPerItem;
+  return args.math != AttentionMath::float32 ? kQueriesPerTileItem : kQueriesPerItem;
 }
 
 std::size_t items_per_kv_head(const AttentionArgs& args) {
@@ -25,7 +25,7 @@ std::size_t items_per_kv_head(const AttentionArgs& args) {
 }  // namespace
 
 std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math) {
-  if (math == AttentionMath::bfloat16) {
+  if (math != AttentionMath::float32) {
     const TileSizes sizes = tile_sizes(head_dim);
     return sizes.queries + sizes.keys + sizes.values + sizes.weights + sizes.outs + sizes.rows + sizes.scores;
   }

@@ -192,10 +192,50 @@ void weigh_rows(const ScoredRows& rows) {
   }
 }
 
+void mix(float* row, std::size_t depth) {
+  for (std::size_t distance = 1; depth % (2 * distance) == 0; distance *= 2) {
+    for (std::size_t i = 0; i < depth; ++i) {
+      if ((i & distance) != 0) continue;
+      const float x = row[i], y = row[i + distance];
+      row[i] = x + y;
+      row[i + distance] = x - y;
+    }
+  }
+}
+
+// Scores in int8, one after another.
+class PlainByteScores : public TileProducts<PlainTiles> {
+ public:
+  static constexpr bool kHasByteScores = true;
+
+  void score(const std::uint16_t* queries, std::size_t num_rows, const std::uint16_t* keys, std::size_t depth,
+             std::size_t end_key, float* scores) {
+    for (std::size_t row = 0; row < num_rows; ++row) {
+      const auto* const query = reinterpret_cast<const std::int8_t*>(queries + row * depth);
+      float query_scale;
+      std::memcpy(&query_scale, query + depth, sizeof(query_scale));
+      for (std::size_t key = 0; key < end_key; ++key) {
+        const std::uint16_t* of_key =
+            keys + key / kRowsPerTile * kRowsPerTile * depth + key % kRowsPerTile * 2;
+        std::int32_t sum = 0;
+        for (std::size_t d = 0; d < depth; d += 4, of_key += kDepthPerTile) {
+          const auto* const quad = reinterpret_cast<const std::int8_t*>(of_key);
+          for (std::size_t i = 0; i < 4; ++i) sum += query[d + i] * quad[i];
+        }
+        float key_scale;
+        std::memcpy(&key_scale, of_key, sizeof(key_scale));
+        scores[row * kKeysPerBlock + key] = static_cast<float>(sum) * key_scale * query_scale;
+      }
+    }
+  }
+};
+
 constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_reference,
                                             .dequantize = dequantize,
                                             .round = round_plainly,
+                                            .mix = mix,
+                                            .quantize = quantize_s8row_f32_reference,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};
@@ -204,6 +244,10 @@ constexpr TileOperations kTileOperations = {.rope = rope,
 
 void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                 float* scratch) {
+  if (args.cache_type == CacheType::bfloat16) {
+    append_tiled(args, begin, end, scratch, kTileOperations);
+    return;
+  }
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
   float* const roped = scratch;
   float* const quantized = scratch + args.head_dim;
@@ -220,11 +264,6 @@ void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, st
       if (const float* const bias = key_bias(args, head)) {
         std::transform(key, key + args.head_dim, bias, roped, std::minus<>());
         key = roped;
-      }
-      if (args.cache_type == CacheType::bfloat16) {
-        store_tiled(args, head, position, key, value, round_plainly,
-                    reinterpret_cast<std::uint16_t*>(quantized));
-        continue;
       }
       store(args, args.key_cache, offset, key, quantized);
       store(args, args.value_cache, offset, value, quantized);
@@ -245,6 +284,11 @@ void attend_f32_f32_cache_reference(const AttentionArgs& args, std::size_t begin
 void attend_f32_bf16_cache_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                      float* scratch) {
   attend_in_bfloat<TileProducts<PlainTiles>>(args, begin, end, scratch, kTileOperations);
+}
+
+void attend_f32_s8_bf16_cache_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                        float* scratch) {
+  attend_in_bfloat<PlainByteScores>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

@@ -34,6 +34,9 @@ struct TileSizes {
 
 TileSizes tile_sizes(std::size_t head_dim);
 
+// Number of elements that `TileOperations::mix` combines.
+constexpr std::size_t num_mixed(std::size_t depth) { return depth & (~depth + 1); }
+
 // Arguments for the conversion of rows of scores to weights.
 struct ScoredRows {
   float* scores;           // [rows, kKeysPerBlock]; scores of invisible keys are unspecified and overwritten
@@ -49,6 +52,18 @@ struct ScoredRows {
   float soft_cap;  // bound of scores; 0: none
 };
 
+// A row of int8 integers, as it is stored in place of a row of `depth` bfloat16.
+struct ByteRow {
+  std::int8_t* values;  // [depth]
+  float* scale;
+  std::int32_t* sum;  // of the integers
+
+  ByteRow(std::uint16_t* row, std::size_t depth)
+      : values(reinterpret_cast<std::int8_t*>(row)),
+        scale(reinterpret_cast<float*>(values + depth)),
+        sum(reinterpret_cast<std::int32_t*>(scale + 1)) {}
+};
+
 struct TileOperations {
   // Ropes one head and multiplies it by `scale`; `out` may be `input`.
   void (*rope)(const float* input, const float* cos, const float* sin, std::size_t head_dim,
@@ -56,6 +71,10 @@ struct TileOperations {
   WidenFunction* widen;
   DequantizeFunction* dequantize;
   RoundFunction* round;  // `count` is a multiple of 16
+  // Multiplies a row by a Hadamard matrix of the largest power of two that divides `depth`, in place.
+  // `depth` is a multiple of 32.
+  void (*mix)(float* row, std::size_t depth);
+  QuantizeFunction* quantize;
   // Packs 16 keys [16, depth] as adjacent tiles, bfloat16 [depth / 2, 16 keys, 2].
   void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);
   // Packs 16 rows of values, `stride` floats apart, into a quarter of the tiles of each 16 columns, bfloat16

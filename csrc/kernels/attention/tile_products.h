@@ -25,6 +25,7 @@ template <typename Tiles>
 class TileProducts {
  public:
   static constexpr std::size_t kRowsAtOnce = 2 * kRowsPerTile;
+  static constexpr bool kHasByteScores = false;
 
   TileProducts() { tiles_.configure(kRowsPerTile); }
 

@@ -6,7 +6,8 @@
 // - accumulate(weights, weights_stride, num_rows, values, begin_key, end_key, outs, outs_stride, columns):
 //   outs [num_rows, columns] += weights [num_rows, kKeysPerBlock] @ values; the weights of keys outside of
 //   [begin_key, end_key) are 0. The strides are 0 only for one row.
-// `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a
+// With Products::kHasByteScores, queries and keys are integers (AttentionMath::int8), and each query is a
+// ByteRow. `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a
 // result depends on the row of its left operand only, and its order of additions only on the instruction set,
 // so the result of a row is the same in a chunk and alone. (Adding products with weights of 0 changes no
 // sum.) `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or MatrixProducts
@@ -102,13 +103,33 @@ class TileItem {
       const Query query = find_query(args_, item_.kv_head, item_.first_query + i);
       operations_.rope(query.input, query.cos, query.sin, args_.head_dim, args_.rotary_dim, args_.scale,
                        rows_);
-      operations_.round(rows_, queries_ + i * sizes_.depth, sizes_.depth);
+      store_query(queries_ + i * sizes_.depth);
       const SoftmaxStart softmax = softmax_start(args_, query);
       maxima_[i] = softmax.maximum;
       sums_[i] = softmax.sum;
       results_[i] = query.out;
       first_keys_[i] = query.first_key;
       end_keys_[i] = query.end_key;
+    }
+  }
+
+  // Stores the first of rows_ as a left operand of scores.
+  void store_query(std::uint16_t* query) {
+    const std::size_t depth = sizes_.depth;
+    if constexpr (!Products::kHasByteScores) {
+      operations_.round(rows_, query, depth);
+    } else {
+      const ByteRow row(query, depth);
+      operations_.mix(rows_, depth);
+      operations_.quantize({.input = rows_,
+                            .values = row.values,
+                            .scales = row.scale,
+                            .sums = row.sum,
+                            .width = depth,
+                            .padded_width = depth},
+                           0, 1);
+      *row.scale /= static_cast<float>(num_mixed(depth));
+      std::memset(rows_ + args_.head_dim, 0, (depth - args_.head_dim) * sizeof(float));
     }
   }
 

@@ -172,6 +172,17 @@ CHUNKRT_LANES Floats zero_if_less(Floats x, Floats limit, Floats y) {
   return CHUNKRT_EACH(Floats, _mm256_andnot_ps, less(x, limit), y);
 }
 
+// Lane i of the result is the lane of x whose number differs from i in the bit `Distance`: 1, 2, 4 or 8.
+template <int Distance>
+CHUNKRT_LANES Floats exchange(Floats x) {
+  if constexpr (Distance == 1) return {_mm256_permute_ps(x.low, 0xb1), _mm256_permute_ps(x.high, 0xb1)};
+  if constexpr (Distance == 2) return {_mm256_permute_ps(x.low, 0x4e), _mm256_permute_ps(x.high, 0x4e)};
+  if constexpr (Distance == 4) {
+    return {_mm256_permute2f128_ps(x.low, x.low, 1), _mm256_permute2f128_ps(x.high, x.high, 1)};
+  }
+  if constexpr (Distance == 8) return {x.high, x.low};
+}
+
 CHUNKRT_LANES float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 // The sum in the order of norm.h.

@@ -104,6 +104,14 @@ CHUNKRT_LANES Floats zero_if_less(Floats x, Floats limit, Floats y) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.of, limit.of, _CMP_NLT_UQ), y.of)};
 }
 
+template <int Distance>
+CHUNKRT_LANES Floats exchange(Floats x) {
+  if constexpr (Distance == 1) return {_mm512_permute_ps(x.of, 0xb1)};
+  if constexpr (Distance == 2) return {_mm512_permute_ps(x.of, 0x4e)};
+  if constexpr (Distance == 4) return {_mm512_shuffle_f32x4(x.of, x.of, 0xb1)};
+  if constexpr (Distance == 8) return {_mm512_shuffle_f32x4(x.of, x.of, 0x4e)};
+}
+
 CHUNKRT_LANES float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 CHUNKRT_LANES float sum(Floats x) {

@@ -180,6 +180,16 @@ CHUNKRT_LANES Floats zero_if_less(Floats x, Floats limit, Floats y) {
       less(x, limit), y);
 }
 
+template <int Distance>
+CHUNKRT_LANES Floats exchange(Floats x) {
+  if constexpr (Distance == 1) return CHUNKRT_EACH(Floats, vrev64q_f32, x);
+  if constexpr (Distance == 2) {
+    return each<Floats>([](float32x4_t four) { return vextq_f32(four, four, 2); }, x);
+  }
+  if constexpr (Distance == 4) return {{x.of[1], x.of[0], x.of[3], x.of[2]}};
+  if constexpr (Distance == 8) return {{x.of[2], x.of[3], x.of[0], x.of[1]}};
+}
+
 CHUNKRT_LANES float square_root(float x) { return vget_lane_f32(vsqrt_f32(vdup_n_f32(x)), 0); }
 
 CHUNKRT_LANES float sum(Floats x) {

@@ -22,6 +22,17 @@ CacheType cache_type_of(Dtype dtype) {
   }
 }
 
+const KernelRow<AttentionFunction>& attend_kernel(AttentionMath math) {
+  switch (math) {
+    case AttentionMath::bfloat16:
+      return select_kernel(attend_f32_bf16_cache);
+    case AttentionMath::int8:
+      return select_kernel(attend_f32_s8_bf16_cache);
+    default:
+      return select_kernel(attend_f32_f32_cache);
+  }
+}
+
 // "input 'position': 3 rows from 62 on do not fit: "
 std::string misfit(const std::string& name, std::size_t rows, std::int64_t first) {
   return "input '" + name + "': " + std::to_string(rows) + " rows from " + std::to_string(first) +
@@ -75,7 +86,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
                 describe(start.dtype, start.shape));
   }
   const Shape& found_shape = builder.value(key_cache).shape;
-  const bool is_in_bfloat = shape.math == AttentionMath::bfloat16;
+  const bool has_tiles = shape.math != AttentionMath::float32;
   const bool is_ring = shape.window > 0 && found_shape.size() == 3 && found_shape[1].symbol == Symbol::W;
   const Symbol slots = is_ring ? Symbol::W : Symbol::P;
   const Shape cache_shape = {fixed(num_kv_heads), rows_dimension(slots), fixed(head_dim)};
@@ -84,7 +95,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
     require(cache.kind == ValueKind::state && cache.shape == cache_shape,
             "attention: expected the caches to be states " + describe(cache.dtype, cache_shape) + ", got " +
                 describe(cache.dtype, cache.shape));
-    builder.use_as_cache(id, is_in_bfloat && !shape.has_raw_keys);
+    builder.use_as_cache(id, has_tiles && !shape.has_raw_keys);
   }
   const Shape table_shape = builder.value(cos).shape;
   require(table_shape.size() == 2 && 2 * table_shape[1].size <= head_dim,
@@ -99,6 +110,8 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
             "attention: only raw keys of the layer that appends them can omit a bias");
   }
 
+  require(shape.math != AttentionMath::int8 || !shape.has_raw_keys,
+          "attention: scores in int8 need keys that are cached after RoPE");
   require(shape.soft_cap >= 0.0f,
           "attention: expected a soft cap above 0, or 0 for none, got " + std::to_string(shape.soft_cap));
   if (sinks) builder.require_constant(*sinks, Dtype::float32, {fixed(num_heads)}, "attention's sinks");
@@ -111,6 +124,10 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
           throw std::invalid_argument("attention: the key and value caches must be of one type, got " +
                                       std::string(name_of(frame.dtypes[key_cache])) + " and " +
                                       std::string(name_of(frame.dtypes[value_cache])));
+        }
+        if (shape.math == AttentionMath::int8 && frame.dtypes[key_cache] != Dtype::uint16) {
+          throw std::invalid_argument("attention: scores in int8 need caches in tiles, uint16, got " +
+                                      std::string(name_of(frame.dtypes[key_cache])));
         }
         if (frame.dtypes[key_cache] == Dtype::uint16 && frame.size_of(slots) % kKeysPerBlock != 0) {
           throw std::invalid_argument("attention: caches in tiles need a multiple of " +
@@ -141,7 +158,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         }
       });
 
-  const auto& attending = select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache);
+  const auto& attending = attend_kernel(shape.math);
   const ValueId out = builder.float_rows(Symbol::T, num_heads * head_dim);
   const auto arguments = [=, isa = attending.isa](const Frame& frame) {
     const bool is_small = frame.dtypes[key_cache] == Dtype::uint16 && isa != Isa::amx_bf16;
@@ -184,7 +201,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
     const auto append_rows = [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
       append(arguments(frame), begin, end, scratch);
     };
-    if (is_in_bfloat) {
+    if (has_tiles) {
       // Item 0 is at a multiple of kPositionsTogether, so that pieces begin where positions are packed
       // together.
       const auto skipped = [=](const Frame& frame) {
