@@ -14,7 +14,7 @@ from chunkrt.engine.options import CPU_CHUNK_LENGTH, DEFAULT_CHUNK_LENGTH, Engin
 from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.rewrites import without_key_biases
+from chunkrt.graph.rewrites import has_key_biases, without_key_biases
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.state_tensors import CacheDtype
 
@@ -109,7 +109,7 @@ def choose_attention_math(
     has_default_caches = options.cache_dtype is None and not options.context_shift
     if not is_native or not has_default_caches or scheme.weight_bits is None or is_on_npu or has_ranks:
         return "float32"
-    return fastest_attention()
+    return fastest_attention(has_key_biases=has_key_biases(plan))
 
 
 def check_cache(

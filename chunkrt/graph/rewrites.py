@@ -59,18 +59,7 @@ def without_key_biases(plan: Plan) -> Plan:
     The bias becomes an input of each attention node that has one; keys that other layers read keep it. A decoder
     without such biases is returned unchanged.
     """
-    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
-    makers = {name: node for node in nodes for name in node.outputs}
-    shared = {
-        name
-        for subgraph in plan.subgraphs
-        for node in subgraph.nodes
-        if reads_shared_cache(node)
-        for name in node.inputs[CACHES]
-    }
-    alone = (n for n in nodes if n.op in ATTENTION_OPS and shared.isdisjoint(n.inputs[CACHES]))
-    found = {node.name: _bias(node.inputs[0], plan, makers) for node in alone}
-    biases = {name: bias for name, bias in found.items() if bias}
+    biases = _key_biases(plan)
     if not biases:
         return plan
 
@@ -87,6 +76,27 @@ def without_key_biases(plan: Plan) -> Plan:
 
     raw = plan.with_raw_keys()
     return replace(raw, subgraphs=tuple(map(rewritten, raw.subgraphs)))
+
+
+def has_key_biases(plan: Plan) -> bool:
+    """Return whether keys have biases that `without_key_biases` can remove."""
+    return bool(_key_biases(plan))
+
+
+def _key_biases(plan: Plan) -> dict[str, str]:
+    """Return the weights that are added to the keys of attention nodes, by name of the node."""
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    makers = {name: node for node in nodes for name in node.outputs}
+    shared = {
+        name
+        for subgraph in plan.subgraphs
+        for node in subgraph.nodes
+        if reads_shared_cache(node)
+        for name in node.inputs[CACHES]
+    }
+    alone = (n for n in nodes if n.op in ATTENTION_OPS and shared.isdisjoint(n.inputs[CACHES]))
+    found = {node.name: _bias(node.inputs[0], plan, makers) for node in alone}
+    return {name: bias for name, bias in found.items() if bias}
 
 
 def _bias(value: str, plan: Plan, makers: Mapping[str, Node]) -> str:

@@ -23,6 +23,7 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_elementwise(suite);
   chunkrt::testing::test_attention(suite);
   chunkrt::testing::test_attention_in_bfloat(suite);
+  chunkrt::testing::test_attention_in_int8(suite);
   chunkrt::testing::test_linear_attention(suite);
   chunkrt::testing::test_unpack(suite);
   return suite.finish();

@@ -19,6 +19,7 @@ void test_norm(Suite& suite);
 void test_elementwise(Suite& suite);
 void test_attention(Suite& suite);
 void test_attention_in_bfloat(Suite& suite);
+void test_attention_in_int8(Suite& suite);
 void test_linear_attention(Suite& suite);
 void test_unpack(Suite& suite);
 

@@ -15,6 +15,10 @@ kernels of attention in bfloat16 multiply in float32.
 """
 
 
+INT8_ISAS: Final = ("avx512bf16",)
+"""Instruction sets on which attention with int8 scores was measured to be the fastest, where they are selected."""
+
+
 class IsaInfo(TypedDict):
     """Availability of one instruction set.
 
@@ -76,9 +80,17 @@ def selected_kernels() -> dict[str, str]:
         raise ConfigError(str(error)) from error
 
 
-def fastest_attention() -> AttentionMath:
-    """Return the fastest arithmetic of attention on this processor."""
-    return "bfloat16" if selected_kernels()["attend_f32_bf16_cache"] in BFLOAT16_ISAS else "float32"
+def fastest_attention(*, has_key_biases: bool = False) -> AttentionMath:
+    """Return the fastest arithmetic of attention on this processor that is precise enough.
+
+    Args:
+        has_key_biases: True if keys have biases. They may be much larger than the rest of a key, and int8 is then too
+            coarse.
+    """
+    selected = selected_kernels()
+    if selected["attend_f32_s8_bf16_cache"] in INT8_ISAS and not has_key_biases:
+        return "int8"
+    return "bfloat16" if selected["attend_f32_bf16_cache"] in BFLOAT16_ISAS else "float32"
 
 
 def _processor_name() -> str:

@@ -59,7 +59,7 @@
 // Numerics of AttentionMath::int8: it requires a bfloat16 cache. Weights and values are as in bfloat16, but
 // scores are products of int8 integers, after the idea of SageAttention (Zhang et al., 2024). Each roped key,
 // and each roped query times `scale`, is extended by zeros to `depth` elements and multiplied by a Hadamard
-// matrix, which spreads large elements over the others and preserves products up to a factor (mix, in
+// matrix, which spreads large elements over the others and preserves products up to a factor (pack_bytes, in
 // tile_operations.h). It is then quantised like a row of quantize_s8row. With q and k the integers,
 //   score[j] = (float(sum of q[d] * k[j][d]) * key_scale[j]) * (query_scale / number of mixed elements)
 // Sums of integers are exact, so scores are the same on all instruction sets. If an element of a key or a

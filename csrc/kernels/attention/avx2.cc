@@ -1,5 +1,5 @@
 // attention with AVX2.
-#include "kernels/attention/mix.h"
+#include "kernels/attention/pack_bytes.h"
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/attention/weigh_rows.h"
@@ -74,8 +74,7 @@ constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_avx2,
                                             .dequantize = dequantize,
                                             .round = round_to_bfloat,
-                                            .mix = mix,
-                                            .quantize = quantize_s8row_f32_avx2,
+                                            .pack_bytes = pack_bytes,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};

@@ -1,7 +1,7 @@
 // attention with AVX-512. In bfloat16 it also provides the operations around the products of amx_bf16.cc and
 // avx512bf16.cc.
 #include "kernels/attention/byte_quads_avx512.h"
-#include "kernels/attention/mix.h"
+#include "kernels/attention/pack_bytes.h"
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/attention/weigh_rows.h"
@@ -14,8 +14,7 @@ TileOperations tile_operations_avx512vnni() {
   operations.widen = widen_f32_f16_avx512vnni;
   operations.dequantize = dequantize;
   operations.round = round_to_bfloat;
-  operations.mix = mix;
-  operations.quantize = quantize_s8row_f32_avx512vnni;
+  operations.pack_bytes = pack_bytes;
   operations.weigh = weigh_rows;
   return operations;
 }

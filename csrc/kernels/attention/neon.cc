@@ -1,5 +1,5 @@
 // attention with NEON.
-#include "kernels/attention/mix.h"
+#include "kernels/attention/pack_bytes.h"
 #include "kernels/attention/pair_products.h"
 #include "kernels/attention/round_bfloat.h"
 #include "kernels/attention/tiles.h"
@@ -71,8 +71,7 @@ constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_neon,
                                             .dequantize = dequantize,
                                             .round = round_to_bfloat,
-                                            .mix = mix,
-                                            .quantize = quantize_s8row_f32_neon,
+                                            .pack_bytes = pack_bytes,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};

@@ -192,7 +192,7 @@ void weigh_rows(const ScoredRows& rows) {
   }
 }
 
-void mix(float* row, std::size_t depth) {
+void pack_bytes(float* row, std::size_t depth, std::uint16_t* out) {
   for (std::size_t distance = 1; depth % (2 * distance) == 0; distance *= 2) {
     for (std::size_t i = 0; i < depth; ++i) {
       if ((i & distance) != 0) continue;
@@ -201,6 +201,14 @@ void mix(float* row, std::size_t depth) {
       row[i + distance] = x - y;
     }
   }
+  const ByteRow bytes(out, depth);
+  quantize_s8row_f32_reference({.input = row,
+                                .values = bytes.values,
+                                .scales = bytes.scale,
+                                .sums = bytes.sum,
+                                .width = depth,
+                                .padded_width = depth},
+                               0, 1);
 }
 
 // Scores in int8, one after another.
@@ -234,8 +242,7 @@ constexpr TileOperations kTileOperations = {.rope = rope,
                                             .widen = widen_f32_f16_reference,
                                             .dequantize = dequantize,
                                             .round = round_plainly,
-                                            .mix = mix,
-                                            .quantize = quantize_s8row_f32_reference,
+                                            .pack_bytes = pack_bytes,
                                             .pack_keys = pack_keys,
                                             .pack_values = pack_values,
                                             .weigh = weigh_rows};

@@ -34,7 +34,7 @@ struct TileSizes {
 
 TileSizes tile_sizes(std::size_t head_dim);
 
-// Number of elements that `TileOperations::mix` combines.
+// Number of elements of a row that scores in int8 mix: the largest power of two that divides `depth`.
 constexpr std::size_t num_mixed(std::size_t depth) { return depth & (~depth + 1); }
 
 // Arguments for the conversion of rows of scores to weights.
@@ -71,10 +71,9 @@ struct TileOperations {
   WidenFunction* widen;
   DequantizeFunction* dequantize;
   RoundFunction* round;  // `count` is a multiple of 16
-  // Multiplies a row by a Hadamard matrix of the largest power of two that divides `depth`, in place.
-  // `depth` is a multiple of 32.
-  void (*mix)(float* row, std::size_t depth);
-  QuantizeFunction* quantize;
+  // Multiplies each num_mixed(depth) elements of a row by a Hadamard matrix, and stores the result as a
+  // ByteRow, quantised like a row of quantize_s8row. `row` is overwritten.
+  void (*pack_bytes)(float* row, std::size_t depth, std::uint16_t* out);
   // Packs 16 keys [16, depth] as adjacent tiles, bfloat16 [depth / 2, 16 keys, 2].
   void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);
   // Packs 16 rows of values, `stride` floats apart, into a quarter of the tiles of each 16 columns, bfloat16

@@ -19,15 +19,8 @@ namespace {
 // `keys`: the place of the key's first four integers. `key` is overwritten.
 void store_bytes(float* key, std::size_t depth, const TileOperations& operations, std::uint16_t* keys,
                  std::uint16_t* row) {
+  operations.pack_bytes(key, depth, row);
   const ByteRow bytes(row, depth);
-  operations.mix(key, depth);
-  operations.quantize({.input = key,
-                       .values = bytes.values,
-                       .scales = bytes.scale,
-                       .sums = bytes.sum,
-                       .width = depth,
-                       .padded_width = depth},
-                      0, 1);
   for (std::size_t d = 0; d < depth; d += 4, keys += kDepthPerTile) std::memcpy(keys, bytes.values + d, 4);
   std::memcpy(keys, bytes.scale, sizeof(*bytes.scale));
 }

@@ -119,16 +119,8 @@ class TileItem {
     if constexpr (!Products::kHasByteScores) {
       operations_.round(rows_, query, depth);
     } else {
-      const ByteRow row(query, depth);
-      operations_.mix(rows_, depth);
-      operations_.quantize({.input = rows_,
-                            .values = row.values,
-                            .scales = row.scale,
-                            .sums = row.sum,
-                            .width = depth,
-                            .padded_width = depth},
-                           0, 1);
-      *row.scale /= static_cast<float>(num_mixed(depth));
+      operations_.pack_bytes(rows_, depth, query);
+      *ByteRow(query, depth).scale *= 1.0f / static_cast<float>(num_mixed(depth));  // exact
       std::memset(rows_ + args_.head_dim, 0, (depth - args_.head_dim) * sizeof(float));
     }
   }
