@@ -1,14 +1,18 @@
-"""bfloat16 attention: close to float32's, and independent of chunks, concurrent sequences and splits of a prompt."""
+"""bfloat16 and int8 attention: close to float32's, and independent of chunks, concurrent sequences and splits of a prompt."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
 
 import chunkrt
+from chunkrt.backends.native import cpu
 from chunkrt.engine import model_options
 from chunkrt.engine.engine import Engine
+from chunkrt.errors import ConfigError
 
 CONTEXT = 128
 TOKENS = np.random.default_rng(0).integers(0, 128, 95).tolist()
@@ -32,6 +36,68 @@ def test_chunks_and_threads_change_no_bit(cache_dtype: str) -> None:
     for chunk_length in (1, 8, 32, 64):
         found = logits(chunk_length=chunk_length, cache_dtype=cache_dtype, threads=chunk_length % 3 + 1)
         np.testing.assert_array_equal(found, whole)
+
+
+def test_chunks_and_threads_change_no_bit_with_int8_scores() -> None:
+    whole = logits(attention_math="int8", chunk_length=CONTEXT)
+    for chunk_length in (1, 8, 32, 64):
+        found = logits(attention_math="int8", chunk_length=chunk_length, threads=chunk_length % 3 + 1)
+        np.testing.assert_array_equal(found, whole)
+
+
+def test_session_with_int8_scores_rewinds_forks_and_is_saved(tmp_path: Path) -> None:
+    whole = logits(attention_math="int8")
+    with load(attention_math="int8") as engine:
+        session = engine.session()
+        session.prefill(TOKENS)
+        session.rewind(37)
+        other = session.fork()
+        session.save(tmp_path / "saved")
+        loaded = engine.session()
+        loaded.load(tmp_path / "saved")
+        for each in (session, other, loaded):
+            found = each.prefill(TOKENS[37:], logits="all").logits
+            np.testing.assert_array_equal(found, whole[37:])
+
+
+def test_prefix_cache_holds_keys_in_int8() -> None:
+    whole = logits(attention_math="int8")
+    with load(attention_math="int8", prefix_cache="memory", chunk_length=8) as engine:
+        for _ in range(2):
+            session = engine.session()
+            found = session.prefill(TOKENS).logits
+            np.testing.assert_array_equal(np.ravel(found), whole[-1])
+            session.close()
+
+
+@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "mistral_window_95", "lfm2"])
+def test_int8_scores_are_close_to_float32(name: str) -> None:
+    tokens = (input_ids(name) * 8)[:95]
+    exact, found = logits(tokens, name, attention_math="float32"), logits(tokens, name, attention_math="int8")
+    difference = np.sqrt(np.mean((found - exact) ** 2))
+    assert 0 < difference <= np.sqrt(np.mean(exact**2)) / 10
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"cache_dtype": "float16"}, "needs bfloat16 caches"),
+        ({"context_shift": True}, "cannot shift"),
+        ({"npu": "reference"}, "does not support"),
+        ({"ops": "-cached_attention"}, "only supported by native attention"),
+    ],
+)
+def test_int8_scores_are_refused_where_they_are_not_supported(options: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(attention_math="int8", **options)
+
+
+def test_auto_is_not_int8_with_biases_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "INT8_ISAS", tuple(cpu.selected_kernels().values()))
+    with load("llama_gqa", attention_math="auto") as plain, load("qwen2", attention_math="auto") as biased:
+        assert plain.attention_math == "int8"
+        assert biased.attention_math != "int8"
 
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
@@ -88,7 +154,7 @@ def test_auto_is_float32_without_faster_products(monkeypatch: pytest.MonkeyPatch
 def test_auto_is_bfloat16_only_with_native_attention_and_its_own_caches(
     options: dict[str, object], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_options, "fastest_attention", lambda: "bfloat16")
+    monkeypatch.setattr(model_options, "fastest_attention", lambda **_: "bfloat16")
     with load(**{"attention_math": "auto", **options}) as engine:
         assert (engine.attention_math, engine.cache_dtype) == expected
 

@@ -88,6 +88,8 @@ def test_saved_session_is_restored_with_any_chunk_length(
 ) -> None:
     """Saved again, the file has the same numbers and arrays; so nothing in it depends on the chunk length."""
     options = {"context_shift": True, "context_length": 80} if act is after_shifts else {}
+    if options and name.startswith(("gpt2", "gpt_bigcode", "opt")):
+        pytest.skip("the context of a decoder with learned positions does not shift")
     with load(name, chunk_length=32, **options) as engine, engine.session() as session:
         act(session)
         session.save(tmp_path / "said")
