@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from chunkrt.graph.adaptable import LOW_RANK_OP
 from chunkrt.graph.plan import ATTENTION_OPS, CACHES, Node, Plan, Subgraph, reads_shared_cache
 
 
@@ -102,9 +103,12 @@ def _key_biases(plan: Plan) -> dict[str, str]:
 def _bias(value: str, plan: Plan, makers: Mapping[str, Node]) -> str:
     """Return the name of the weight that is added to each row of a value; empty if there is none.
 
-    Other terms may be added too. If a norm of heads follows the addition, the name is empty.
+    Other terms, such as the products of adapters, may be added too. If a norm of heads follows the addition, the name
+    is empty.
     """
     node = makers.get(value)
+    if node is not None and node.op == LOW_RANK_OP:
+        return _bias(node.inputs[0], plan, makers)
     if node is None or (node.domain, node.op) != ("", "Add"):
         return ""
     tensors = [plan.tensors[name] for name in node.inputs]

@@ -335,7 +335,7 @@ def test_doctor_prints_findings_as_text_and_json(command):
     assert all(line.startswith(("ok  ", "lack", " " * 21)) for line in finished.out.splitlines())
     findings = {finding["what"]: finding for finding in json.loads(command("doctor", "--json").out)}
     assert findings["native kernels"]["ok"]
-    assert findings["attention"]["found"].startswith(("in float32 by ", "in bfloat16 by "))
+    assert findings["attention"]["found"].startswith(("in float32 by ", "in bfloat16 by ", "in int8 by "))
     assert findings["onnx_ir"]["ok"]
     assert not findings["npu"]["ok"]
     assert findings["npu"]["advice"]
