@@ -84,6 +84,11 @@ def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
                 f"`context_shift` moves cached keys, but {plan.family} adds learned positions to rows, from which keys "
                 "are made; omit it"
             )
+        if plan.rope_period:
+            raise ConfigError(
+                f"`context_shift` moves cached keys, but dual chunk attention rotates them for their place in a chunk of "
+                f"{plan.rope_period} tokens; omit it, or choose a `context_length` of at most {plan.plain_context}"
+            )
         plan = plan.with_raw_keys()
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan
 

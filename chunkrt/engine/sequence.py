@@ -280,7 +280,7 @@ class TokenSequence:
 
     def _extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
         """Add and run tokens that fit into the context."""
-        num_before, before = len(self.tokens), self.logits
+        num_before, before, rope_offset = len(self.tokens), self.logits, self.state.rope_offset
         self.keep_prefix()
         self.logits = None
         self.tokens += new
@@ -290,6 +290,8 @@ class TokenSequence:
             if self.state.position <= num_before:  # otherwise the state contains the tokens
                 del self.tokens[num_before:]
                 self.logits = before
+                if self.state.rope_offset != rope_offset:
+                    self.state.reset(rope_offset)
             raise
         if logits == "all" and result.logits is not None:
             return replace(result, logits=result.logits[-len(new) :])
@@ -327,7 +329,7 @@ class TokenSequence:
         error the state is either unchanged, or contains all tokens.
         """
         start, state, reuse = time.perf_counter(), self.state, self._reuse
-        before, num_cached, num_left = None, 0, len(self._pending())
+        before, num_cached, num_left = None, 0, len(self._pending(is_prompt=num_new > 0))
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
         try:
             if (prefix := reuse.find(self.tokens, state, limit)) is not None:
@@ -362,13 +364,18 @@ class TokenSequence:
             if self.on_run is not None:
                 self.on_run(record)
 
-    def _pending(self) -> list[int]:
+    def _pending(self, *, is_prompt: bool = False) -> list[int]:
         """Return the tokens that the state does not contain. If the number of tokens selects another rotary table than
-        before, return all tokens.
+        before, or another factor of queries and keys, return all tokens.
+
+        Args:
+            is_prompt: False if tokens were generated since the last prompt, which keep the factor of its tokens.
         """
-        plan = self._model.plan
+        plan, present = self._model.plan, self.state.rope_offset
+        if plan.rope_period and not is_prompt and present <= len(self.tokens):
+            return self.tokens[self.state.position :]
         rope_offset = 0 if plan.long_context_from is None else plan.rope_offset(len(self.tokens))
-        if rope_offset != self.state.rope_offset:
+        if rope_offset != present:
             self.state.reset(rope_offset)
         return self.tokens[self.state.position :]
 
