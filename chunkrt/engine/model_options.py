@@ -76,8 +76,9 @@ def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend
 
 def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
     """Return the plan with keys cached as the options require: before RoPE for a context that shifts, and without
-    biases in int8 caches.
+    biases in int8 caches. Raise ConfigError if keys cannot be cached so, or if the context is too long.
     """
+    plan = plan.in_plain_context(choose_context_length(plan, options))
     if options.context_shift:
         if plan.has_learned_positions:
             raise ConfigError(

@@ -356,9 +356,15 @@ class Plan:
             return replace(tensor, shape=(min(int(rows), num_tokens), *columns))
 
         plan = replace(self, tensors={name: cut(tensor) for name, tensor in self.tensors.items()})
-        return plan._without_dual_chunks() if self.rope_period and num_tokens <= self.plain_context else plan
+        return plan.in_plain_context(num_tokens)
 
-    def _without_dual_chunks(self) -> Plan:
+    def in_plain_context(self, num_tokens: int) -> Plan:
+        """Return a plan of the same decoder without dual chunk attention if it changes nothing in contexts of at most
+        `num_tokens` tokens; otherwise this plan.
+        """
+        if not self.rope_period or num_tokens > self.plain_context:
+            return self
+
         def plain(node: Node) -> Node:
             attributes = {name: value for name, value in node.attributes.items() if name not in DUAL_CHUNK_ATTRIBUTES}
             return replace(node, attributes=attributes) if node.op in ATTENTION_OPS else node
