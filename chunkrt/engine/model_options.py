@@ -87,8 +87,8 @@ def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
             )
         if plan.rope_period:
             raise ConfigError(
-                f"`context_shift` moves cached keys, but dual chunk attention rotates them for their place in a chunk of "
-                f"{plan.rope_period} tokens; omit it, or choose a `context_length` of at most {plan.plain_context}"
+                f"`context_shift` moves cached keys, but dual chunk attention rotates them for their place in a chunk "
+                f"of {plan.rope_period} tokens; omit it, or choose a `context_length` of at most {plan.plain_context}"
             )
         plan = plan.with_raw_keys()
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan

@@ -59,8 +59,8 @@ def current_trace() -> Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class DualChunks:
-    """Sizes of dual chunk attention (An et al., Training-Free Long-Context Scaling of Large Language Models, 2024), which
-    limits the distances of RoPE in long contexts.
+    """Sizes of dual chunk attention, which limits the distances of RoPE in long contexts (An et al., Training-Free
+    Long-Context Scaling of Large Language Models, 2024).
 
     The key of position j is rotated for position j modulo `period`. The query of position p is rotated for p modulo
     `period` where it meets keys of its own chunk of `period` positions; for the smaller of p modulo `period` + `period`

@@ -208,7 +208,9 @@ def test_dual_chunk_attention_changes_nothing_in_the_first_chunk(tmp_path, caplo
 def test_families_without_dual_chunk_attention_refuse_it_by_name(tmp_path, name):
     sizes = {"chunk_size": 112, "local_size": 16, "original_max_position_embeddings": 96}
     folder = write(tmp_path / "m", name, config=lambda config: config | {"dual_chunk_attention_config": sizes})
-    with pytest.raises(UnsupportedModelError, match="dual_chunk_attention_config = .* is not supported in this family"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"dual_chunk_attention_config = .* is not supported in this family"
+    ):
         chunkrt.load(folder, npu="reference", scheme="float")
 
 

@@ -12,6 +12,7 @@ from onnx_models import Window
 
 import chunkrt
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.engine import scoring
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ClosedError, ConfigError, ModelError, UnsupportedModelError
@@ -135,7 +136,7 @@ def test_rewind_fork_and_file_continue_as_the_definition(folder, truth, tmp_path
         session.save(tmp_path / "session")
         loaded = engine.load_session(tmp_path / "session")
         for each in (fork, loaded):
-            each.rewind(65)  # of the generated tokens, 5 remain
+            each.rewind(65)  # 5 generated tokens remain
             expect_generation(truth, 60, [*TOKENS[:60], *tokens[:5]], *generated_logs(each, 6))
         session.rewind(50)
         expect_generation(truth, 50, TOKENS[:50], *generated_logs(session, 6))
@@ -253,7 +254,10 @@ def test_invalid_sizes_are_refused(tmp_path, sizes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_sliding_window": True, "sliding_window": 8}, "dual_chunk_attention_config = .* is not supported in this"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8},
+            "dual_chunk_attention_config = .* is not supported in this",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear' with dual chunk attention is not"),
     ],
 )
@@ -269,3 +273,17 @@ def test_sizes_without_a_limit_have_no_factor(tmp_path):
         assert engine.plan.long_context_from is None
         found = all_logits(engine.session(), TOKENS[:95])
     np.testing.assert_allclose(found, true_logits(folder, TOKENS[:95]), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("piece", [1, 2**20])
+def test_scores_have_the_factor_of_context_and_continuation(folder, truth, piece, monkeypatch):
+    """The last token of a continuation is not run. Pieces of 1 byte are single chunks."""
+    monkeypatch.setattr(scoring, "PIECE_BYTES", piece)
+    with load(folder, chunk_length=7) as engine:
+        session = engine.session()
+        for start, stop in ((30, 36), (30, 61), (50, 62), (30, 41), (30, 42)):
+            found = session.score(TOKENS[:start], TOKENS[start:stop])
+            rows = truth(stop - 1)[start - 1 :]
+            logs = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+            expected = logs[np.arange(stop - start), TOKENS[start:stop]].sum()
+            assert found.log_probability == pytest.approx(expected, abs=TOLERANCE * (stop - start))

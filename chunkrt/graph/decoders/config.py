@@ -105,8 +105,7 @@ class DecoderConfig:
         )
 
     def dual_chunks(self) -> DualChunks | None:
-        """Return the sizes of dual chunk attention, None without it. Raises ModelError if the config's table is invalid.
-        """
+        """Return the sizes of dual chunk attention; None without it. Raises ModelError if a size is invalid."""
         if (sizes := self.raw.get(DUAL_CHUNKS)) is None:
             return None
         if not isinstance(sizes, Mapping):

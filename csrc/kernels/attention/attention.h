@@ -14,7 +14,7 @@
 // stays constant.
 //
 // With dual chunks (An et al., Training-Free Long-Context Scaling of Large Language Models, 2024), a key at
-// position j uses the row j mod period of the tables, whatever table_row is. A query at position p uses
+// position j uses the row j mod period of the tables, regardless of table_row. A query at position p uses
 //   the row p mod period for keys of its own chunk of `period` positions,
 //   the row min(p mod period + period, limit) for keys of the chunk before, and
 //   the row min(2 period - 1, limit) for keys of earlier chunks.
@@ -37,8 +37,8 @@
 //
 // Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each query,
 // initially with m = -inf, l = 0, o = 0, and for each block of 64 keys that starts at an absolute position
-// that is a multiple of 64 (with dual chunks, the keys of a block before and after the boundary of a chunk are
-// two blocks):
+// that is a multiple of 64 (with dual chunks, the keys of a block before and after the boundary of a chunk
+// are two blocks):
 //   score[j] = the chain fma(q[d], k[j][d], score[j]) over d ascending from 0, for visible keys j
 //   with a soft cap: score[j] = tanh(score[j] * (1 / soft_cap)) * soft_cap, with tanh as in elementwise.h
 //   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m')

@@ -122,9 +122,7 @@ class TileItem {
     }
   }
 
-  Query query(std::size_t index) const {
-    return find_query(args_, item_.kv_head, item_.first_query + index);
-  }
+  Query query(std::size_t index) const { return find_query(args_, item_.kv_head, item_.first_query + index); }
 
   void end_queries() {
     for (std::size_t i = 0; i < item_.num_queries; ++i) {

@@ -133,9 +133,9 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         if (chunks.period > 0) {
           const std::size_t last = static_cast<std::size_t>(first) + rows - 1;
           if (std::min({last, chunks.limit, 2 * chunks.period - 1}) >= context || first_table_row < first) {
-            throw std::out_of_range(misfit(table_name, rows, first_table_row) +
-                                    "the rotary tables have " + std::to_string(context) +
-                                    " rows, and the position is " + std::to_string(first));
+            throw std::out_of_range(misfit(table_name, rows, first_table_row) + "the rotary tables have " +
+                                    std::to_string(context) + " rows, and the position is " +
+                                    std::to_string(first));
           }
           return;
         }
