@@ -332,9 +332,9 @@ class TokenSequence:
         )
 
     def _catch_up(self, num_new: int, logits: Logits, num_later: int = 0) -> PrefillResult:
-        """Run the pending tokens except those in the prefix cache; the last `num_new` pending tokens are new, and
-        `num_later` tokens of the same prompt follow later. After an error the state is either unchanged, or contains all
-        tokens.
+        """Run the pending tokens except those in the prefix cache. The last `num_new` pending tokens are new, and
+        `num_later` tokens of their prompt are still to come. After an error the state is either unchanged, or contains
+        all tokens.
         """
         start, state, reuse = time.perf_counter(), self.state, self._reuse
         num_prompt = len(self.tokens) + num_later if num_new else None
