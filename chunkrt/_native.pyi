@@ -179,6 +179,9 @@ class ProgramBuilder:
         qkv_bias: int | None = None,
         sinks: int | None = None,
         appends: bool = True,
+        rope_period: int = 0,
+        rope_limit: int = 0,
+        long_context_from: int = 0,
     ) -> int: ...
     def silu_conv(self, x: int, conv_weight: int, conv_bias: int | None, conv_state: int) -> int: ...
     def selective_scan(self, x: int, step: int, bc: int, rates: int, skip: int, state: int) -> int: ...

@@ -342,6 +342,17 @@ def cached_attention(
 ) -> Float32:
     start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
     here = slice(table_row, table_row + len(qkv))
+    if "rope_period" in attributes:
+        return _dual_chunk_attention(
+            qkv,
+            start,
+            table_row - start,
+            lambda x, rows: rope(x, cos[rows], sin[rows]),
+            (key_cache, value_cache),
+            sinks,
+            bool(has_raw_keys),
+            {**attributes, "appends": appends},
+        )
     if appends:
         q, k, v = _heads(qkv, attributes)
         new_keys = k if has_raw_keys else rope(k, cos[here], sin[here])
@@ -355,7 +366,62 @@ def cached_attention(
         of_keys = slice(table_row - start + first, table_row - start + stop)
         rows = np.ascontiguousarray(keys.transpose(1, 0, 2))
         keys = rope(rows, cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
-    return _attend(rope(q, cos[here], sin[here]), keys, values, sinks, start, first, attributes)
+    scores = _scores(rope(q, cos[here], sin[here]), keys, attributes)
+    return _attend(scores, values, sinks, start, first, attributes)
+
+
+def _dual_chunk_attention(
+    qkv: Float32,
+    position: int,
+    num_prompt: int,
+    rope: Callable[[Float32, NDArray[np.int64]], Float32],
+    caches: tuple[Array, Array],
+    sinks: Float32 | None,
+    has_raw_keys: bool,
+    attributes: Mapping[str, Attribute],
+) -> Float32:
+    """Compute dual chunk attention; see `ops.DualChunks`.
+
+    Args:
+        num_prompt: number of tokens of the prompt if queries and keys have a factor, otherwise 0.
+        rope: rotates x [T, heads, D] for positions [T].
+    """
+    period, limit = (cast(int, attributes[name]) for name in ("rope_period", "rope_limit"))
+    stop = position + len(qkv)
+    rows, keys_at = np.arange(position, stop), np.arange(stop)
+
+    def rotated(x: Float32, positions: NDArray[np.int64], rotations: NDArray[np.int64]) -> Float32:
+        return rope(x, rotations) * _length_factors(positions, num_prompt, attributes)[:, None, None]
+
+    if attributes.get("appends", 1):
+        q, k, v = _heads(qkv, attributes)
+        _append(*caches, k if has_raw_keys else rotated(k, rows, rows % period), v, position)
+    else:
+        q = qkv.reshape(len(qkv), -1, cast(int, attributes["head_dim"]))
+    keys, values = (_read(cache, 0, stop) for cache in caches)
+    if has_raw_keys:
+        of_rows = np.ascontiguousarray(keys.transpose(1, 0, 2))
+        keys = rotated(of_rows, keys_at, keys_at % period).transpose(1, 0, 2)
+    num_back = rows[:, None] // period - keys_at // period  # number of chunks between a row and a key
+    rotations = (rows % period, np.minimum(rows % period + period, limit), rows * 0 + min(2 * period - 1, limit))
+    ranges = (num_back <= 0, num_back == 1, num_back > 1)
+    scores = np.zeros(1, np.float32)
+    for is_in_range, rotation in zip(ranges, rotations, strict=True):
+        if (reaching := is_in_range.any(axis=1)).any():
+            of_range = _scores(rotated(q, rows, np.where(reaching, rotation, 0)), keys, attributes)
+            scores = np.where(is_in_range, of_range, scores)
+    return _attend(scores, values, sinks, position, 0, attributes)
+
+
+def _length_factors(
+    positions: NDArray[np.int64], num_prompt: int, attributes: Mapping[str, Attribute]
+) -> NDArray[np.float32]:
+    """Return the factors of queries and keys with dual chunk attention [T]."""
+    long_from = cast(int, attributes.get("long_context_from", 0))
+    if not long_from:
+        return np.ones(len(positions), np.float32)
+    lengths = np.maximum(np.maximum(positions + 1, num_prompt), long_from)
+    return (1 + 0.1 * np.log(lengths / long_from)).astype(np.float32)
 
 
 def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float32]:
@@ -377,20 +443,26 @@ def _read(cache: Array, first: int, stop: int) -> Float32:
     return cache[:, np.arange(first, stop) % cache.shape[1]].astype(np.float32)
 
 
+def _scores(q: Float32, keys: Float32, attributes: Mapping[str, Attribute]) -> Float32:
+    """Return scaled products [kv_heads, heads for each, T, keys] of q [T, heads, D] and keys [kv_heads, keys, D]."""
+    rows, num_heads, head_dim = q.shape
+    grouped = q.reshape(rows, len(keys), num_heads // len(keys), head_dim)
+    scale = np.float32(cast(float, attributes["scale"]))
+    scores: Float32 = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * scale
+    return scores
+
+
 def _attend(
-    q: Float32,
-    keys: Float32,
+    scores: Float32,
     values: Float32,
     sinks: Float32 | None,
     start: int,
     first: int,
     attributes: Mapping[str, Attribute],
 ) -> Float32:
-    """Compute softmax attention of the rows at positions from `start` on over the keys at positions from `first` on."""
-    num_kv_heads, window = (cast(int, attributes[name]) for name in ("num_kv_heads", "window"))
-    rows, num_heads, head_dim = q.shape
-    grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * np.float32(cast(float, attributes["scale"]))
+    """Compute the sums of values, weighted by the softmax of scores, of the rows at positions from `start` on over the
+    keys at positions from `first` on."""
+    window, (num_kv_heads, _, rows, _) = cast(int, attributes["window"]), scores.shape
     if soft_cap := np.float32(cast(float, attributes.get("soft_cap", 0.0))):
         scores = soft_cap * np.tanh(scores / soft_cap)
     key_positions, row_positions = np.arange(first, start + rows), np.arange(start, start + rows)[:, None]
@@ -407,5 +479,5 @@ def _attend(
         largest = np.maximum(largest, by_group)
         weights = np.exp(scores - largest)
         weights /= weights.sum(axis=-1, keepdims=True) + np.exp(by_group - largest)
-    attended: Float32 = np.einsum("grtp,gpd->tgrd", weights, values, optimize=True).reshape(rows, num_heads * head_dim)
+    attended: Float32 = np.einsum("grtp,gpd->tgrd", weights, values, optimize=True).reshape(rows, -1)
     return attended

@@ -272,7 +272,7 @@ def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[dic
 
 def _context(planned: Planned, asked: dict[str, Any]) -> int:
     context: int | None = asked["context"]
-    return min(planned.plan.context_length, LONGEST_DEFAULT_CONTEXT) if context is None else context
+    return min(planned.plan.plain_context, LONGEST_DEFAULT_CONTEXT) if context is None else context
 
 
 def _check_dynamic(output: Path | None, keys: str | None) -> None:

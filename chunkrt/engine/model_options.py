@@ -76,13 +76,19 @@ def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend
 
 def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
     """Return the plan with keys cached as the options require: before RoPE for a context that shifts, and without
-    biases in int8 caches.
+    biases in int8 caches. Raise ConfigError if keys cannot be cached so, or if the context is too long.
     """
+    plan = plan.in_plain_context(choose_context_length(plan, options))
     if options.context_shift:
         if plan.has_learned_positions:
             raise ConfigError(
                 f"`context_shift` moves cached keys, but {plan.family} adds learned positions to rows, from which keys "
                 "are made; omit it"
+            )
+        if plan.rope_period:
+            raise ConfigError(
+                f"`context_shift` moves cached keys, but dual chunk attention rotates them for their place in a chunk "
+                f"of {plan.rope_period} tokens; omit it, or choose a `context_length` of at most {plan.plain_context}"
             )
         plan = plan.with_raw_keys()
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan

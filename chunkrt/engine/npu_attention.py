@@ -54,7 +54,8 @@ def near_plans(
         for found in (attention_nodes(plan), convolution_nodes(plan))
     )
     if options.attention == "npu" and not (names or convolutions):
-        raise ConfigError("the NPU cannot compute any attention of this model; omit `attention='npu'`")
+        shorter = f", or choose a `context_length` of at most {plan.plain_context}" if plan.rope_period else ""
+        raise ConfigError(f"the NPU cannot compute any attention of this model; omit `attention='npu'`{shorter}")
     readers = [node.name for s in plan.subgraphs for node in s.nodes if reads_shared_cache(node)]
     if readers and options.attention == "npu":
         log.warning(

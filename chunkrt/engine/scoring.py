@@ -55,7 +55,7 @@ def score_continuation(
     """
     context, continuation = as_token_ids(context), as_token_ids(continuation)
     check_pair(context, continuation, sequence.vocab_size, sequence.context_length)
-    _go_to(sequence, context[:-1])
+    _go_to(sequence, context[:-1], num_left=len(continuation))
     log_probability, is_greedy = 0.0, True
 
     def take(logits: Float32, start: int) -> None:
@@ -135,6 +135,8 @@ def tell_of_tokens(
     start = max(min(num_shared(tokens, sequence.tokens), len(before) + 1) - 1, 0)
     if len(sequence.history) != len(sequence.tokens):
         start = 0  # after a context shift, the state still depends on the dropped tokens
+    if not sequence.holds_for(len(tokens)):
+        start = 0
     sequence.rewind(start)
     # rings and recurrent state may be rewound further: continue from there, slice by slice
     if sequence.state.position < start:
@@ -171,19 +173,22 @@ def _run_in_pieces(
     """
     start = 0
     for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
-        result = sequence.extend(tokens[start : start + length], "all")
+        num_left = len(tokens) - start - length
+        result = sequence.extend(tokens[start : start + length], "all", num_left=num_left)
         assert result.logits is not None
         take(result.logits, start)
         start += length
 
 
-def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> None:
-    """Rewind or extend a sequence so that the sequence and its state contain exactly these tokens."""
-    sequence.rewind(num_shared(tokens, sequence.tokens))
+def _go_to(sequence: TokenSequence, tokens: Sequence[int], *, num_left: int) -> None:
+    """Rewind or extend a sequence so that the sequence and its state contain exactly these tokens, of a prompt that has
+    `num_left` more.
+    """
+    sequence.rewind(num_shared(tokens, sequence.tokens) if sequence.holds_for(len(tokens) + num_left) else 0)
     start = sequence.state.position  # rings and recurrent state may be rewound further
     if start < len(tokens):
         sequence.rewind(start)
-        sequence.extend(tokens[start:], "none")
+        sequence.extend(tokens[start:], "none", num_left=num_left)
 
 
 def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[int]:

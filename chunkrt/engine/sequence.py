@@ -113,8 +113,15 @@ class TokenSequence:
             self.ahead = None
             del ahead.state  # a caller may keep the generation, while the memory of the state can be freed
 
-    def extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+    def holds_for(self, num_tokens: int) -> bool:
+        """Return whether the state would be the same as the first part of a prompt of `num_tokens` tokens."""
+        return self.state.rope_offset == self._model.plan.rope_offset(num_tokens)
+
+    def extend(self, new: Sequence[int], logits: Logits, *, num_left: int = 0) -> PrefillResult:
         """Add the tokens of a prompt, and run them after the pending tokens.
+
+        Args:
+            num_left: number of tokens of the same prompt that later calls add.
 
         Raises:
             ConfigError: the tokens exceed the context. After any error the sequence is unchanged.
@@ -130,8 +137,8 @@ class TokenSequence:
                 f"prompt,{longer} or let the context shift (`context_shift`)"
             )
         try:
-            extend = self._extend if len(new) <= self._room else self._extend_in_parts
-            result = extend(new, logits)
+            fits = len(new) <= self._room
+            result = self._extend(new, logits, num_left) if fits else self._extend_in_parts(new, logits)
         except BaseException:
             while len(self.unreported) > num_reported:
                 self.unreported.pop()
@@ -278,18 +285,20 @@ class TokenSequence:
     def _num_kept(self) -> int:
         return self._model.options.context_keep
 
-    def _extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
+    def _extend(self, new: Sequence[int], logits: Logits, num_left: int = 0) -> PrefillResult:
         """Add and run tokens that fit into the context."""
-        num_before, before = len(self.tokens), self.logits
+        num_before, before, rope_offset = len(self.tokens), self.logits, self.state.rope_offset
         self.keep_prefix()
         self.logits = None
         self.tokens += new
         try:
-            result = self._catch_up(len(new), logits)
+            result = self._catch_up(len(new), logits, num_left)
         except BaseException:
             if self.state.position <= num_before:  # otherwise the state contains the tokens
                 del self.tokens[num_before:]
                 self.logits = before
+                if self.state.rope_offset != rope_offset:
+                    self.state.reset(rope_offset)
             raise
         if logits == "all" and result.logits is not None:
             return replace(result, logits=result.logits[-len(new) :])
@@ -322,12 +331,14 @@ class TokenSequence:
             hidden=np.concatenate(hidden) if hidden else None,
         )
 
-    def _catch_up(self, num_new: int, logits: Logits) -> PrefillResult:
-        """Run the pending tokens except those in the prefix cache; the last `num_new` pending tokens are new. After an
-        error the state is either unchanged, or contains all tokens.
+    def _catch_up(self, num_new: int, logits: Logits, num_later: int = 0) -> PrefillResult:
+        """Run the pending tokens except those in the prefix cache. The last `num_new` pending tokens are new, and
+        `num_later` tokens of their prompt are still to come. After an error the state is either unchanged, or contains
+        all tokens.
         """
         start, state, reuse = time.perf_counter(), self.state, self._reuse
-        before, num_cached, num_left = None, 0, len(self._pending())
+        num_prompt = len(self.tokens) + num_later if num_new else None
+        before, num_cached, num_left = None, 0, len(self._pending(num_prompt))
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
         try:
             if (prefix := reuse.find(self.tokens, state, limit)) is not None:
@@ -362,13 +373,19 @@ class TokenSequence:
             if self.on_run is not None:
                 self.on_run(record)
 
-    def _pending(self) -> list[int]:
+    def _pending(self, num_prompt: int | None = None) -> list[int]:
         """Return the tokens that the state does not contain. If the number of tokens selects another rotary table than
-        before, return all tokens.
+        before, or another factor of queries and keys, return all tokens.
+
+        Args:
+            num_prompt: number of tokens of the prompt that the last tokens belong to. None if they were generated; then
+                the earlier prompt keeps its factor.
         """
-        plan = self._model.plan
-        rope_offset = 0 if plan.long_context_from is None else plan.rope_offset(len(self.tokens))
-        if rope_offset != self.state.rope_offset:
+        plan, present = self._model.plan, self.state.rope_offset
+        if plan.rope_period and num_prompt is None and present <= len(self.tokens):
+            return self.tokens[self.state.position :]
+        rope_offset = plan.rope_offset(num_prompt or len(self.tokens))
+        if rope_offset != present:
             self.state.reset(rope_offset)
         return self.tokens[self.state.position :]
 

@@ -362,7 +362,7 @@ def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
             storage=storage_of(name),
             scheme=scheme,
             linear=linears.get(name),
-            num_tables=1 if plan.long_context_from is None else 2,
+            num_tables=plan.num_rotary_tables,
         )
         for name, tensor in plan.tensors.items()
         if tensor.kind == "weight"

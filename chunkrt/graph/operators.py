@@ -19,6 +19,7 @@ from chunkrt.graph.plan import (
     ATTENTION_OPS,
     CACHES,
     DOMAIN,
+    DUAL_CHUNK_ATTRIBUTES,
     INPUTS,
     Node,
     Plan,
@@ -238,6 +239,11 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(sinks in (None, (heads,)), f"its sinks are {sinks}, expected {[heads]}")
     require(bias in (None, qkv[1:]), f"the bias {bias} does not match q, k and v")
     require(attributes.get("soft_cap", 0.0) >= 0, f"its soft cap is {attributes.get('soft_cap')}, expected 0 or more")
+    period, limit = (attributes.get(name, 0) for name in DUAL_CHUNK_ATTRIBUTES[:2])
+    if period or limit:
+        require(0 < period <= limit, f"its sizes of dual chunks are {period} and {limit}")
+        require(not window, "it has dual chunks and a window")
+    require(period or "long_context_from" not in attributes, "it has a factor without dual chunks")
     slots = keys[1] if len(keys) == 3 and keys[1] in ("P", "W" if window and appends else "P") else "P"
     cache = (kv_heads, slots, head_dim)
     require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, expected {list(cache)}")
@@ -376,9 +382,10 @@ _ATTENTION = Operator(
     weights=(3, 4, 7, 8),
     attributes={
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window", "appends"), int),
+        **dict.fromkeys(DUAL_CHUNK_ATTRIBUTES, int),
         **dict.fromkeys(("scale", "soft_cap"), float),
     },
-    defaulted=("soft_cap", "appends"),
+    defaulted=("soft_cap", "appends", *DUAL_CHUNK_ATTRIBUTES),
 )
 _LINEAR_ATTENTION = Operator(
     is_dynamic=True,
@@ -556,7 +563,13 @@ def check_plan(plan: Plan) -> None:
     attention = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
     windows = {node.attributes["window"] for node in attention} - {0}
     require(len(windows) <= 1, f"its layers have windows of {windows}; one window is possible")
-    rows = plan.context_length * (1 if plan.long_context_from is None else 2)
+    rows = plan.context_length * plan.num_rotary_tables
+    sizes = {tuple(node.attributes.get(name) for name in DUAL_CHUNK_ATTRIBUTES) for node in attention}
+    require(len(sizes) <= 1, f"its layers have dual chunks of {sizes}; one size is possible")
+    if plan.rope_period:
+        ((_, limit, long_from),) = sizes
+        require(long_from == plan.long_context_from, f"its layers have factors from {long_from} on")
+        rows = min(rows, int(str(limit)) + 1)
     for node in attention:
         found = plan.tensors[node.inputs[3]].shape[0]
         require(found == rows, f"{node.name!r} has rotary tables of {found} rows, expected {rows}")

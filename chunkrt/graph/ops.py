@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -54,6 +55,29 @@ _current: ContextVar[Trace] = ContextVar("trace")
 def current_trace() -> Trace:
     """Return the trace to which operators append nodes. Raises LookupError outside of `Trace.open`."""
     return _current.get()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualChunks:
+    """Sizes of dual chunk attention, which limits the distances of RoPE in long contexts (An et al., Training-Free
+    Long-Context Scaling of Large Language Models, 2024).
+
+    The key of position j is rotated for position j modulo `period`. The query of position p is rotated for p modulo
+    `period` where it meets keys of its own chunk of `period` positions; for the smaller of p modulo `period` + `period`
+    and `limit` where it meets keys of the chunk before; and for the smaller of 2 `period` - 1 and `limit` where it
+    meets keys of earlier chunks. With `long_context_from`, the query and the key of position p are also multiplied by 1
+    + 0.1 ln(n / `long_context_from`) if that exceeds 1, where n is the larger of p + 1 and the number of tokens of the
+    prompt.
+
+    Attributes:
+        context_length: number of positions that the decoder can distinguish, which may exceed the rows of its tables.
+        long_context_from: None if queries and keys have no factor.
+    """
+
+    period: int
+    limit: int
+    context_length: int
+    long_context_from: int | None = None
 
 
 class Trace:
@@ -423,6 +447,7 @@ def cached_attention(
     sinks: ir.Value | None = None,
     window: int = 0,
     long_context_from: int | None = None,
+    dual_chunks: DualChunks | None = None,
     keeps_all: bool = False,
     caches_of: str = "",
     name: str = "attention",
@@ -438,6 +463,8 @@ def cached_attention(
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
         long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than this
             number; the input "rope_position" selects a table.
+        dual_chunks: sizes of dual chunk attention, None for attention at all distances. It excludes
+            `long_context_from`.
         keeps_all: whether the caches hold all positions in spite of a window, as they must if other layers read them:
             a chunk may write to a ring before the last layer has read it for an earlier chunk.
         caches_of: path of the module whose caches this layer reads instead of its own. The module must come first.
@@ -465,10 +492,16 @@ def cached_attention(
         **({"soft_cap": soft_cap} if soft_cap else {}),
     }
     position = rope_position = trace.position()
-    num_tables = 1
+    context_length = int(shape_of(cos)[0])
+    if dual_chunks is not None:
+        context_length, long_context_from = dual_chunks.context_length, dual_chunks.long_context_from
+        attributes |= {"rope_period": dual_chunks.period, "rope_limit": dual_chunks.limit}
+        attributes |= {} if long_context_from is None else {"long_context_from": long_context_from}
+    elif long_context_from is not None:
+        context_length //= 2
     if long_context_from is not None:
-        rope_position, num_tables = trace.rope_position(), 2
-    trace.set_context(int(shape_of(cos)[0]) // num_tables, long_context_from)
+        rope_position = trace.rope_position()
+    trace.set_context(context_length, long_context_from)
     inputs = [qkv, position, rope_position, cos, sin, key, value, *([] if sinks is None else [sinks])]
     if caches_of:
         return _one("CachedAttention", inputs, shape, name, attributes={**attributes, "appends": 0}, domain="chunkrt")

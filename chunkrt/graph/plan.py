@@ -52,6 +52,9 @@ SHADOW_OP = "ShadowLinear"
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Operators of chunkrt's domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
 
+DUAL_CHUNK_ATTRIBUTES = ("rope_period", "rope_limit", "long_context_from")
+"""Attributes of attention operators with dual chunk attention; see `ops.DualChunks`."""
+
 CACHES = slice(5, 7)
 """Places of the caches of keys and values among the inputs of attention."""
 
@@ -194,7 +197,8 @@ class Plan:
     Attributes:
         context_length: number of positions that the decoder can distinguish.
         long_context_from: contexts with more tokens than this use the second rotary tables, which follow the
-            `context_length` rows of the first; None if the decoder has only one pair of tables.
+            `context_length` rows of the first, or with dual chunk attention multiply queries and keys by a factor. None
+            if the decoder does neither.
         has_head: False if the checkpoint has no LM head, so that only the hidden states are valid.
     """
 
@@ -237,6 +241,18 @@ class Plan:
         """State tensors that hold attention's values."""
         nodes = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
         return frozenset(node.inputs[6] for node in nodes)
+
+    @cached_property
+    def rope_period(self) -> int:
+        """Number of positions after which the rotation of keys begins again, with dual chunk attention; otherwise 0."""
+        attention = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
+        periods = (node.attributes.get("rope_period") for node in attention)
+        return next((period for period in periods if isinstance(period, int)), 0)
+
+    @property
+    def num_rotary_tables(self) -> int:
+        """Number of rotary tables behind each other, of which the length of the context selects one."""
+        return 1 if self.long_context_from is None or self.rope_period else 2
 
     @property
     def has_raw_keys(self) -> bool:
@@ -302,18 +318,35 @@ class Plan:
         return {"P": capacity, "W": min(capacity, -(-needed // RING_STEP) * RING_STEP)}
 
     def rope_offset(self, num_tokens: int) -> int:
-        """Return the offset of a position's row in the rotary tables, in a context of `num_tokens` tokens."""
-        is_long = self.long_context_from is not None and num_tokens > self.long_context_from
-        return self.context_length if is_long else 0
+        """Return the difference between the inputs "rope_position" and "position" in a context of `num_tokens` tokens.
+
+        It is the offset of a position's row in the rotary tables. With dual chunk attention it is the number of tokens
+        itself, from which attention computes the factor of queries and keys, or 0 if the factor is 1.
+        """
+        if self.long_context_from is None or num_tokens <= self.long_context_from:
+            return 0
+        return num_tokens if self.rope_period else self.context_length
+
+    def is_rope_offset(self, offset: int) -> bool:
+        """Return whether a number is the `rope_offset` of some context."""
+        longest = self.rope_offset(self.context_length)
+        return offset in (0, longest) or (self.rope_period > 0 and self.rope_offset(offset) == offset <= longest)
+
+    @property
+    def plain_context(self) -> int:
+        """Largest number of tokens up to which dual chunk attention changes neither results nor caches; without it, the
+        context length."""
+        limits = (self.rope_period, self.long_context_from) if self.rope_period else ()
+        return min((self.context_length, *(limit for limit in limits if limit is not None)))
 
     def within(self, num_tokens: int) -> Plan:
         """Return a plan of the same decoder for contexts of at most `num_positions` tokens, without the unused rows of
-        its rotary tables.
+        its rotary tables, and without dual chunk attention if it changes nothing.
 
         If that many tokens use the second tables, all rows remain: `rope_offset` is a row of the complete tables, and
         sessions on disk contain it. Tables from a checkpoint also remain complete.
         """
-        if self.rope_offset(num_tokens):
+        if self.num_rotary_tables > 1 and self.rope_offset(num_tokens):
             return self
 
         def cut(tensor: Tensor) -> Tensor:
@@ -322,7 +355,22 @@ class Plan:
             rows, *columns = tensor.shape
             return replace(tensor, shape=(min(int(rows), num_tokens), *columns))
 
-        return replace(self, tensors={name: cut(tensor) for name, tensor in self.tensors.items()})
+        plan = replace(self, tensors={name: cut(tensor) for name, tensor in self.tensors.items()})
+        return plan.in_plain_context(num_tokens)
+
+    def in_plain_context(self, num_tokens: int) -> Plan:
+        """Return a plan of the same decoder without dual chunk attention if it changes nothing in contexts of at most
+        `num_tokens` tokens; otherwise this plan.
+        """
+        if not self.rope_period or num_tokens > self.plain_context:
+            return self
+
+        def plain(node: Node) -> Node:
+            attributes = {name: value for name, value in node.attributes.items() if name not in DUAL_CHUNK_ATTRIBUTES}
+            return replace(node, attributes=attributes) if node.op in ATTENTION_OPS else node
+
+        subgraphs = tuple(replace(s, nodes=tuple(map(plain, s.nodes))) for s in self.subgraphs)
+        return replace(self, subgraphs=subgraphs, long_context_from=None)
 
     @cached_property
     def flow(self) -> Flow:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Float32, Module, Parameter
-from chunkrt.graph.ops import ROTARY_KEY
+from chunkrt.graph.ops import ROTARY_KEY, DualChunks
 from chunkrt.graph.plan import Rotary
 from chunkrt.graph.rotary_tables import Float64, rotary_table
 
@@ -73,6 +73,9 @@ class RotaryTable(Parameter):
 class RotaryTables(Module):
     """Tables cos and sin [context_length, rotary_dim / 2], a pair that several layers share.
 
+    Attributes:
+        dual_chunks: sizes of dual chunk attention, which needs tables of `limit` + 1 rows at most; None without it.
+
     Args:
         divisor: a tensor that a GGUF divides the inverse frequencies by (`rope_freqs.weight`).
         magnitude: factor of cos and sin.
@@ -89,12 +92,14 @@ class RotaryTables(Module):
         magnitude: float = 1.0,
         long_frequencies: Float64 | None = None,
         long_context_from: int | None = None,
+        dual_chunks: DualChunks | None = None,
     ) -> None:
         super().__init__()
-        self.long_context_from = long_context_from
+        self.long_context_from, self.dual_chunks = long_context_from, dual_chunks
         self._frequencies = [inverse_frequencies] + ([] if long_frequencies is None else [long_frequencies])
         self.magnitude = magnitude
-        self._context_length, self._divisor = context_length, divisor
+        self._num_positions = context_length if dual_chunks is None else min(context_length, dual_chunks.limit + 1)
+        self._divisor = divisor
 
     @property
     def rotary_dim(self) -> int:
@@ -129,7 +134,7 @@ class RotaryTables(Module):
             return np.stack([np.concatenate(([self.magnitude], f)) for f in self._divided(*divisor)])
 
         tensors: dict[str, tuple[int, ...]] = {self._divisor: (half,)} if self._divisor else {}
-        shape = (len(self._frequencies) * self._context_length, half)
+        shape = (len(self._frequencies) * self._num_positions, half)
         return RotaryTable(shape=shape, checkpoint_tensors=tensors, make_recipe=recipe, function=function)
 
 
@@ -180,11 +185,12 @@ def rotary_tables(
     *,
     divisor: str | None = None,
     may_be_partial: bool = True,
+    dual_chunks: DualChunks | None = None,
 ) -> RotaryTables:
     """Make tables under the config's rule, which may be any of `inverse_frequencies`, "longrope" or "yarn".
 
     Args:
-        divisor: see `RotaryTables`.
+        divisor, dual_chunks: see `RotaryTables`.
         may_be_partial: see `inverse_frequencies`.
 
     Raises:
@@ -192,6 +198,10 @@ def rotary_tables(
     """
     parameters = rope_parameters(config)
     rule = parameters["rope_type"]
+    if dual_chunks is not None and rule != "default":
+        raise UnsupportedModelError(
+            f"rope scaling {rule!r} with dual chunk attention is not supported", feature=SCALING_KEY
+        )
     if rule in ("longrope", "yarn") and not may_be_partial:
         _refuse_partial(parameters)
     if rule == "longrope":
@@ -199,7 +209,10 @@ def rotary_tables(
     if rule == "yarn":
         return yarn_tables(config, head_dim, context_length)
     return RotaryTables(
-        inverse_frequencies(config, head_dim, may_be_partial=may_be_partial), context_length, divisor=divisor
+        inverse_frequencies(config, head_dim, may_be_partial=may_be_partial),
+        context_length,
+        divisor=divisor,
+        dual_chunks=dual_chunks,
     )
 
 

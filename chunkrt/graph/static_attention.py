@@ -39,8 +39,10 @@ def convolution_nodes(plan: Plan) -> list[str]:
 
 
 def can_be_static(node: Node) -> bool:
-    """Return whether a node is attention over a cache, or a convolution, that a plan may have on the NPU."""
-    return (node.op == "CachedAttention" and not reads_shared_cache(node)) or is_convolution(node)
+    """Return whether a node is attention over a cache, or a convolution, that a plan may have on the NPU. Dual chunk
+    attention is not."""
+    is_plain = not reads_shared_cache(node) and "rope_period" not in node.attributes
+    return (node.op == "CachedAttention" and is_plain) or is_convolution(node)
 
 
 def is_convolution(node: Node) -> bool:

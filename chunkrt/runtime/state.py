@@ -380,7 +380,7 @@ class State:
             raise ValueError(f"it contains {position} positions, but the capacity of the state is {self.capacity}")
         if numbers["raw_keys"] != self.plan.key_form:
             raise ValueError(f"its keys were not cached {KEY_FORMS[self.plan.key_form]}, unlike those of the state")
-        if numbers["rope_offset"] not in (0, self.plan.rope_offset(self.plan.context_length)):
+        if not self.plan.is_rope_offset(numbers["rope_offset"]):
             raise ValueError(
                 f"its rotary tables begin at row {numbers['rope_offset']}, but those of this decoder do not"
             )

@@ -163,9 +163,19 @@ ValueId add_attention(ProgramBuilder& builder, ValueId qkv, ValueId position, Va
                       ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
                       std::size_t num_kv_heads, std::size_t head_dim, float scale, float soft_cap,
                       std::size_t window, bool has_raw_keys, const std::string& math,
-                      std::optional<ValueId> qkv_bias, std::optional<ValueId> sinks, bool appends) {
+                      std::optional<ValueId> qkv_bias, std::optional<ValueId> sinks, bool appends,
+                      std::size_t rope_period, std::size_t rope_limit, std::size_t long_context_from) {
   return attention(builder, qkv, position, table_row, cos, sin, key_cache, value_cache,
-                   {num_heads, num_kv_heads, head_dim, scale, soft_cap, window, has_raw_keys, math_named(math), appends},
+                   {num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    scale,
+                    soft_cap,
+                    window,
+                    has_raw_keys,
+                    math_named(math),
+                    appends,
+                    {rope_period, rope_limit, long_context_from}},
                    qkv_bias, sinks);
 }
 
@@ -283,7 +293,8 @@ void bind_program(py::module_& module) {
       .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
            "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
            "soft_cap"_a = 0.0f, "window"_a = 0, "has_raw_keys"_a = false, "math"_a = "float32",
-           "qkv_bias"_a = py::none(), "sinks"_a = py::none(), "appends"_a = true)
+           "qkv_bias"_a = py::none(), "sinks"_a = py::none(), "appends"_a = true, "rope_period"_a = 0,
+           "rope_limit"_a = 0, "long_context_from"_a = 0)
       .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
       .def("silu_conv", silu_conv, "x"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
       .def("selective_scan", selective_scan, "x"_a, "step"_a, "bc"_a, "rates"_a, "skip"_a, "state"_a)

@@ -31,9 +31,9 @@ double rounded_to_bfloat(double value) {
 }
 
 // The columns of a head, roped and multiplied by `scale` in float32 as in attention.h.
-std::vector<double> roped_in_float(const Prompt& prompt, std::size_t row, const std::vector<double>& values,
-                                   float scale) {
-  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + row;
+std::vector<double> roped_in_float(const Prompt& prompt, std::size_t position,
+                                   const std::vector<double>& values, float scale) {
+  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + position;
   std::vector<double> out(values.size());
   for (std::size_t d = 0; d < values.size(); ++d)
     out[d] = static_cast<double>(static_cast<float>(values[d]) * scale);
@@ -66,7 +66,7 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
                           value = cached(result.values, s, kv_head, row, false);
       for (double& x : key) x = static_cast<double>(static_cast<float>(x));
       for (double& x : value) x = static_cast<double>(static_cast<float>(x));
-      keys.push_back(operand(s.has_raw_keys ? roped_in_float(prompt, row, key, 1.0f) : key));
+      keys.push_back(operand(s.has_raw_keys ? roped_in_float(prompt, key_position(s, row), key, 1.0f) : key));
       values.push_back(operand(value));
     }
     const std::size_t group = s.num_heads / s.num_kv_heads;
@@ -74,12 +74,15 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
       const std::size_t row = index / group, head = kv_head * group + index % group;
       const std::size_t first_key = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
       const double num_keys = static_cast<double>(row + 1 - first_key);
-      const std::vector<double> query =
-          operand(roped_in_float(prompt, row, head_of(prompt, row, head * s.head_dim), scale_of(s)));
+      const std::vector<double> raw_query = head_of(prompt, row, head * s.head_dim);
+      std::vector<double> query;
       std::vector<double> weights(row + 1);
       double largest_sum = 0.0, max = sink_of(s, head);
       for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
+        if (key == first_key || s.chunks.period > 0) {
+          query = operand(roped_in_float(prompt, query_position(s, row, key), raw_query, scale_of(s)));
+        }
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           weights[key] += query[d] * keys[key][d];
           sum_of_magnitudes += std::fabs(query[d] * keys[key][d]);
@@ -189,7 +192,7 @@ void test_append_to_tiles(AttentionFunction* append) {
                                   value = head_of(prompt, row, column + shape.num_kv_heads * shape.head_dim);
         const std::string what = describe(shape) + ", position " + std::to_string(row) + " is wrong";
         check(cached(result.keys, shape, head, row, true) ==
-                  each_rounded(roped_in_float(prompt, row, key, 1.0f)),
+                  each_rounded(roped_in_float(prompt, key_position(shape, row), key, 1.0f)),
               "a key: " + what);
         check(cached(result.values, shape, head, row, false) == each_rounded(value), "a value: " + what);
       }

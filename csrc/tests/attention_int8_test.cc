@@ -53,8 +53,9 @@ MixedRow cached_key(const std::vector<std::byte>& cache, const Shape& s, std::si
   return key;
 }
 
-std::vector<double> roped_head(const Prompt& prompt, std::size_t row, std::size_t column) {
-  return roped(prompt, row, head_of(prompt, row, column));
+std::vector<double> roped_head(const Prompt& prompt, std::size_t row, std::size_t position,
+                               std::size_t column) {
+  return roped(prompt, position, head_of(prompt, row, column));
 }
 
 void test_append(AttentionFunction* append) {
@@ -65,7 +66,7 @@ void test_append(AttentionFunction* append) {
     for (std::size_t head = 0; head < shape.num_kv_heads; ++head) {
       for (std::size_t row = 0; row < shape.length; ++row) {
         const std::size_t column = (shape.num_heads + head) * shape.head_dim;
-        const MixedRow expected = mix(roped_head(prompt, row, column));
+        const MixedRow expected = mix(roped_head(prompt, row, key_position(shape, row), column));
         const MixedRow found = cached_key(result.keys, shape, head, row);
         const std::string what = describe(shape) + ", position " + std::to_string(row);
         check(std::fabs(found.scale - expected.scale) <= 1e-5 * expected.scale, "scale of " + what);
@@ -92,11 +93,14 @@ void check_output(const Prompt& prompt, const Result& result) {
   for (std::size_t index = 0; index < s.length * s.num_heads; ++index) {
     const std::size_t row = index / s.num_heads, head = index % s.num_heads, kv_head = head / group;
     const std::size_t first = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
-    const MixedRow query = mix(roped_head(prompt, row, head * s.head_dim));
+    MixedRow query;
     const double scale = static_cast<double>(scale_of(s)) / together;
     std::vector<double> weights(row + 1);
     double error = 0.0, most = sink_of(s, head);
     for (std::size_t key = first; key <= row; ++key) {
+      if (key == first || s.chunks.period > 0) {
+        query = mix(roped_head(prompt, row, query_position(s, row, key), head * s.head_dim));
+      }
       const MixedRow found = cached_key(result.keys, s, kv_head, key);
       double magnitude = 0.0;
       for (std::size_t d = 0; d < depth; ++d) {

@@ -23,6 +23,7 @@ struct Shape {
   float bias = 0.0f;  // the largest part common to all keys, which an int8 cache omits
   float soft_cap = 0.0f;
   bool has_sinks = false;
+  DualChunks chunks = {};
 };
 
 // The shapes cover groups of 1, 2, 3, 5 and 40 heads, head dims that are and are not multiples of the
@@ -61,6 +62,9 @@ inline constexpr Shape kShapes[] = {
     {9, 3, 20, 12, 130, CacheType::float16, 0, false, 0, 0.0f, 0.75f},
     {3, 1, 33, 18, 95, CacheType::float32, 0, false, 0, 0.0f, 0.0f, true},
     {6, 2, 64, 64, 193, CacheType::float16, 65, false, 0, 0.0f, 1.5f, true},
+    {9, 3, 20, 12, 200, CacheType::float32, 0, false, 0, 0.0f, 0.0f, false, {.period = 70, .limit = 90}},
+    {3, 1, 33, 18, 130, CacheType::float16, 0, false, 0, 0.0f, 0.75f, true, {.period = 16, .limit = 24}},
+    {4, 2, 24, 16, 95, CacheType::int8, 0, true, 0, 20.0f, 0.0f, false, {.period = 64, .limit = 70}},
 };
 
 // Caches for attention in bfloat16 only.
@@ -76,6 +80,8 @@ inline constexpr Shape kTiledShapes[] = {
     {8, 2, 64, 64, 193, CacheType::bfloat16, 64},
     {4, 1, 72, 32, 200, CacheType::bfloat16, 65},
     {6, 2, 20, 12, 130, CacheType::bfloat16, 65, false, 0, 0.0f, 0.75f, true},
+    {9, 3, 20, 12, 200, CacheType::bfloat16, 0, false, 0, 0.0f, 0.0f, true, {.period = 70, .limit = 90}},
+    {3, 1, 33, 18, 95, CacheType::bfloat16, 0, false, 0, 0.0f, 0.0f, false, {.period = 16, .limit = 24}},
 };
 
 inline std::string describe(const Shape& shape) {
@@ -89,7 +95,22 @@ inline std::string describe(const Shape& shape) {
          ", window " + std::to_string(shape.window) + (shape.has_raw_keys ? ", raw keys" : "") +
          (shape.bias > 0.0f ? " less biases up to " + std::to_string(shape.bias) : "") +
          (shape.soft_cap > 0.0f ? ", capped at " + std::to_string(shape.soft_cap) : "") +
-         (shape.has_sinks ? ", sinks" : "");
+         (shape.has_sinks ? ", sinks" : "") +
+         (shape.chunks.period > 0 ? ", chunks of " + std::to_string(shape.chunks.period) : "");
+}
+
+// The position that a key is roped for.
+inline std::size_t key_position(const Shape& s, std::size_t key) {
+  return s.chunks.period == 0 ? key : key % s.chunks.period;
+}
+
+// The position that the query of a row is roped for where it meets a key.
+inline std::size_t query_position(const Shape& s, std::size_t row, std::size_t key) {
+  const std::size_t period = s.chunks.period;
+  if (period == 0) return row;
+  const std::size_t chunks_back = row / period - key / period;
+  if (chunks_back == 0) return row % period;
+  return std::min(chunks_back == 1 ? row % period + period : 2 * period - 1, s.chunks.limit);
 }
 
 inline std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_kv_heads) * s.head_dim; }
@@ -223,7 +244,8 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
                                 .soft_cap = s.soft_cap,
                                 .sinks = s.has_sinks ? sinks.data() : nullptr,
                                 .math = kernels.math,
-                                .queries_per_item = run.queries_per_item};
+                                .queries_per_item = run.queries_per_item,
+                                .dual_chunks = s.chunks};
     call_in_pieces(kernels.append, args, rows, run, scratch.data());
     call_in_pieces(kernels.attend, args, attend_items(args), run, scratch.data());
     result.out.insert(result.out.end(), out.data(), out.data() + out.size());

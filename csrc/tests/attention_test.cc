@@ -46,8 +46,9 @@ void check_caches(const Prompt& prompt, const Result& result) {
       const std::size_t key_column = (s.num_heads + head) * s.head_dim;
       const std::vector<double> key = head_of(prompt, row, key_column);
       // Both products of a roped key are at most 2, and each product is rounded at most once in float32.
-      check_cached(cached(result.keys, s, head, row, true), s.has_raw_keys ? key : roped(prompt, row, key),
-                   left_out(s, head, true), s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
+      check_cached(cached(result.keys, s, head, row, true),
+                   s.has_raw_keys ? key : roped(prompt, key_position(s, row), key), left_out(s, head, true),
+                   s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
       check_cached(cached(result.values, s, head, row, false),
                    head_of(prompt, row, key_column + s.num_kv_heads * s.head_dim), left_out(s, head, false),
                    s.cache_type, 0.0, "a value");
@@ -64,14 +65,18 @@ void check_output(const Prompt& prompt, const Result& result) {
     const double num_keys = static_cast<double>(row + 1 - first_key);
     for (std::size_t head = 0; head < s.num_heads; ++head) {
       const std::size_t kv_head = head / (s.num_heads / s.num_kv_heads);
-      const std::vector<double> query = roped(prompt, row, head_of(prompt, row, head * s.head_dim));
+      const std::vector<double> raw_query = head_of(prompt, row, head * s.head_dim);
+      std::vector<double> query;
       const double scale = static_cast<double>(scale_of(s));
       std::vector<double> weights(row + 1);
       double largest_sum = 0.0, max = sink_of(s, head);
       for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
         std::vector<double> k = cached(result.keys, s, kv_head, key, true);
-        if (s.has_raw_keys) k = roped(prompt, key, k);
+        if (s.has_raw_keys) k = roped(prompt, key_position(s, key), k);
+        if (key == first_key || s.chunks.period > 0) {
+          query = roped(prompt, query_position(s, row, key), raw_query);
+        }
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           const double product = query[d] * k[d] * scale;
           weights[key] += product;

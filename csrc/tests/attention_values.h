@@ -59,8 +59,8 @@ inline std::vector<double> cached(const std::vector<std::byte>& cache, const Sha
   return values;
 }
 
-inline std::vector<double> roped(const Prompt& prompt, std::size_t row, std::vector<double> x) {
-  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + row;
+inline std::vector<double> roped(const Prompt& prompt, std::size_t position, std::vector<double> x) {
+  const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + position;
   for (std::size_t i = 0; i < half; ++i) {
     const double cos = static_cast<double>(prompt.cos[table_row * half + i]);
     const double sin = static_cast<double>(prompt.sin[table_row * half + i]);

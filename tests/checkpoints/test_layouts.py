@@ -186,23 +186,32 @@ def test_fatrelu_of_a_tiny_threshold_is_relu(tmp_path):
     assert np.abs(found["wide"] - found["plain"]).max() > 0.1
 
 
-def test_dual_chunk_attention_ends_the_context_with_one_line(tmp_path, caplog):
-    """The config is that of Qwen2.5-1M, with smaller numbers."""
+def test_dual_chunk_attention_changes_nothing_in_the_first_chunk(tmp_path, caplog):
+    """The config is that of Qwen2.5-1M, with smaller numbers; `tests/engine/test_dual_chunks.py` has longer prompts."""
     sizes = {"chunk_size": 112, "local_size": 16, "original_max_position_embeddings": 96}
 
     def config(known):
         return known | {"max_position_embeddings": 4096, "dual_chunk_attention_config": sizes}
 
     folder = write(tmp_path / "m", "qwen2", config=config)
-    with chunkrt.load(folder, npu="reference", scheme="float", cache_dtype="float32") as engine:
-        assert engine.context_length == 96
-        found = engine.session().prefill(input_ids("qwen2"), logits="all").logits
-    np.testing.assert_allclose(found, expected_logits("qwen2"), rtol=0, atol=1e-4)
-    ends = "dual chunk attention is not supported, and changes nothing up to 96 tokens; the context ends there"
-    assert caplog.messages == [f"m: {ends}"]
-    sizes["chunk_size"] = "many"
-    with pytest.raises(ModelError, match="dual_chunk_attention_config: chunk_size is 'many', expected a positive"):
-        chunkrt.load(write(tmp_path / "n", "qwen2", config=config), npu="reference", scheme="float")
+    for length in (96, 4096):
+        with chunkrt.load(
+            folder, npu="reference", scheme="float", cache_dtype="float32", context_length=length
+        ) as engine:
+            assert bool(engine.plan.rope_period) == (length > 96)
+            found = engine.session().prefill(input_ids("qwen2"), logits="all").logits
+        np.testing.assert_allclose(found, expected_logits("qwen2"), rtol=0, atol=1e-4)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", ["gemma3_window_5", "mamba", "smollm3", "youtu"])
+def test_families_without_dual_chunk_attention_refuse_it_by_name(tmp_path, name):
+    sizes = {"chunk_size": 112, "local_size": 16, "original_max_position_embeddings": 96}
+    folder = write(tmp_path / "m", name, config=lambda config: config | {"dual_chunk_attention_config": sizes})
+    with pytest.raises(
+        UnsupportedModelError, match=r"dual_chunk_attention_config = .* is not supported in this family"
+    ):
+        chunkrt.load(folder, npu="reference", scheme="float")
 
 
 def write_predicting_gguf(path, name, nextn):

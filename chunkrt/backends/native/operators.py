@@ -17,7 +17,15 @@ from chunkrt.engine_directory.store import (
     pack,
 )
 from chunkrt.graph.operators import EXPERT_GROUPS, column_ranges
-from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph, reads_shared_cache
+from chunkrt.graph.plan import (
+    DUAL_CHUNK_ATTRIBUTES,
+    EXPERTS_OP,
+    Attribute,
+    Node,
+    Plan,
+    Subgraph,
+    reads_shared_cache,
+)
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
 
@@ -298,6 +306,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
         qkv_bias=lowering.optional_value(qkv_bias),
         sinks=lowering.optional_value(sinks),
         appends=not reads_shared_cache(node),
+        **{name: int(_number(node.attributes.get(name, 0))) for name in DUAL_CHUNK_ATTRIBUTES},
     )
     return [value]
 

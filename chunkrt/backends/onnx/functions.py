@@ -269,6 +269,8 @@ SumExperts (results, weights) => (output)
 
 SHARED = "shared"
 """Overload of attention over caches that another node fills."""
+DUAL_CHUNKS = "dual_chunks"
+"""Overload of dual chunk attention, which has no function."""
 
 _TEXT = """
 <ir_version: 10, opset_import: ["": 23]>

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from chunkrt.backends.registry import NPU, operators, qualified
 from chunkrt.errors import ModelError
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import Node
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def missing_expansion(node: Node) -> str:
         except ModelError as error:
             return str(error)
         return ""
-    of_kind = f" of attn_type {kind!r}" if kind else ""
+    name = "attn_type" if node.op == LINEAR_ATTENTION_OP else "the kind"
+    of_kind = f" of {name} {kind!r}" if kind else ""
     return f"{qualified(node.domain, node.op)}{of_kind} is not standard ONNX and has no expansion into standard ONNX"
 
 

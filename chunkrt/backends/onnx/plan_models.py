@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from chunkrt.backends.onnx.functions import CAPPED, CAPPED_WITH_SINKS, SHARED, WITH_SINKS, expansions
+from chunkrt.backends.onnx.functions import CAPPED, CAPPED_WITH_SINKS, DUAL_CHUNKS, SHARED, WITH_SINKS, expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.operators import EXPERT_GROUPS
 from chunkrt.graph.ops import IR_VERSION, OPSET, attribute
@@ -108,11 +108,14 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
 def overload(node: Node) -> str:
     """Return the overload of the function that defines a node's operator: its kind of attention, or empty. Attention
-    over the caches of another node is SHARED; with a soft cap or sinks there is no function for it.
+    over the caches of another node is SHARED; with a soft cap or sinks there is no function for it, and none for dual
+    chunk attention.
     """
     if node.domain != DOMAIN:
         return ""
     if node.op in ATTENTION_OPS:
+        if "rope_period" in node.attributes:
+            return DUAL_CHUNKS
         has_cap, has_sinks = bool(node.attributes.get("soft_cap")), any(node.inputs[7:8])
         kind = {(True, False): CAPPED, (False, True): WITH_SINKS, (True, True): CAPPED_WITH_SINKS}.get(
             (has_cap, has_sinks), ""

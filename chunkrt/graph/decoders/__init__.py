@@ -38,10 +38,11 @@ from chunkrt.graph.decoders import (
     smollm3,
 )
 from chunkrt.graph.decoders.config import DUAL_CHUNKS, DecoderConfig, read_config
-from chunkrt.graph.decoders.llama import CausalDecoder
+from chunkrt.graph.decoders.llama import Attention, CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.plan import ALONE, Ranks
+from chunkrt.graph.rope import RotaryTables
 from chunkrt.plugins import Plugin, PluginGroup
 
 log = logging.getLogger(__name__)
@@ -165,16 +166,20 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             )
         for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
             checked.check(source)
-    if config.raw.get(DUAL_CHUNKS) is not None and config.context_length < config.count("max_position_embeddings"):
-        log.warning(
-            "%s: dual chunk attention is not supported, and changes nothing up to %d tokens; the context ends there",
-            source.path.name,
-            config.context_length,
-        )
+    if config.raw.get(DUAL_CHUNKS) is not None:
+        config.refuse(**{DUAL_CHUNKS: not _has_dual_chunks(decoder)})
     if left_out := prediction_tensors(source):
         layer = LAYER_TENSORS.match(left_out[0])
         log.warning(LEFT_OUT, source.path.name, len(left_out), f"{layer[0]}* and later" if layer else "mtp.*")
     return decoder
+
+
+def _has_dual_chunks(decoder: Module) -> bool:
+    """Return whether all attention of a decoder is dual chunk attention. Layers with a window cannot have it."""
+    modules = list(decoder.modules())
+    tables = [module for module in modules if isinstance(module, RotaryTables)]
+    have_windows = any(isinstance(module, Attention) and module.window for module in modules)
+    return bool(tables) and all(table.dual_chunks for table in tables) and not have_windows
 
 
 def family_names() -> tuple[str, ...]:

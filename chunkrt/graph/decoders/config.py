@@ -12,6 +12,7 @@ from typing import Any
 
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.ops import DualChunks
 from chunkrt.graph.parallel import HeadShare, share_heads
 from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, RotaryTables, rotary_tables
@@ -26,10 +27,7 @@ EPSILONS = ("norm_eps", "layer_norm_epsilon")
 STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.weight")
 """Endings of the names of tensors with the gates and ups of all experts of a layer."""
 DUAL_CHUNKS = "dual_chunk_attention_config"
-"""Key of dual chunk attention, which limits the distances of RoPE in long contexts (An et al., Training-Free
-Long-Context Scaling of Large Language Models, 2024). It changes nothing up to the length of a chunk, where the context
-ends here; Transformers ignores the key."""
-_DUAL_LIMITS = ("chunk_size", "original_max_position_embeddings")
+"""Key of dual chunk attention (see `ops.DualChunks`), which Transformers ignores."""
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -98,7 +96,30 @@ class DecoderConfig:
             UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
         """
         return rotary_tables(
-            self.raw, self.head_dim, self.context_length, divisor=self.rope_divisor, may_be_partial=may_be_partial
+            self.raw,
+            self.head_dim,
+            self.context_length,
+            divisor=self.rope_divisor,
+            may_be_partial=may_be_partial,
+            dual_chunks=self.dual_chunks(),
+        )
+
+    def dual_chunks(self) -> DualChunks | None:
+        """Return the sizes of dual chunk attention; None without it. Raises ModelError if a size is invalid."""
+        if (sizes := self.raw.get(DUAL_CHUNKS)) is None:
+            return None
+        if not isinstance(sizes, Mapping):
+            raise ModelError(f"{self.where}: {DUAL_CHUNKS} is {sizes!r}, expected a table of numbers")
+        where, most = f"{self.where}, {DUAL_CHUNKS}", LONGEST_CONTEXT
+        limit, local = (_count(sizes, where, key, most=most) for key in ("chunk_size", "local_size"))
+        long_from = _count(sizes, where, "original_max_position_embeddings", default=0, least=0, most=most)
+        if local >= limit:
+            raise ModelError(f"{where}: local_size is {local}, expected less than the chunk_size of {limit}")
+        return DualChunks(
+            period=limit - local,
+            limit=limit,
+            context_length=self.context_length,
+            long_context_from=long_from if 0 < long_from < self.context_length else None,
         )
 
     def rotary_tables_by_kind(self, base: Mapping[str, Mapping[str, Any]]) -> dict[str, RotaryTables]:
@@ -309,13 +330,7 @@ def _context_length(config: Mapping[str, Any], where: str) -> int:
     length = config.get(key)
     if type(length) is int and length > LONGEST_CONTEXT:
         raise ModelError(f"{where}: the config claims a context of {length} tokens; expected at most {LONGEST_CONTEXT}")
-    length = _count(config, where, key, most=LONGEST_CONTEXT)
-    if (dual := config.get(DUAL_CHUNKS)) is None:
-        return length
-    if not isinstance(dual, Mapping):
-        raise ModelError(f"{where}: {DUAL_CHUNKS} is {dual!r}, expected a table of numbers")
-    limits = [_count(dual, f"{where}, {DUAL_CHUNKS}", each, most=LONGEST_CONTEXT) for each in _DUAL_LIMITS]
-    return min(length, *limits)
+    return _count(config, where, key, most=LONGEST_CONTEXT)
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:

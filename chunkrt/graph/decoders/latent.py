@@ -18,7 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.graph import ops
-from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.config import DUAL_CHUNKS, DecoderConfig
 from chunkrt.graph.decoders.experts import in_groups, routed_mixture, sigmoid_mixture, with_shared_experts
 from chunkrt.graph.decoders.llama import Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.decoders.minicpm import with_factors
@@ -136,6 +136,7 @@ def _decoder(
     config: DecoderConfig, mlp: Callable[[int], Module], *, is_interleaved: bool, embedding_scale: float = 1.0
 ) -> Module:
     config.refuse(num_key_value_heads=config.num_kv_heads != config.num_heads)
+    config.refuse(**{DUAL_CHUNKS: config.dual_chunks() is not None})
     rope = replace(config, head_dim=config.count("qk_rope_head_dim")).rotary_tables()
     copies = KeyCopies(config)
     layers = [

@@ -95,6 +95,7 @@ class Attention(Module):
             sinks=self.sinks.value() if self._has_sinks else None,
             window=self.window,
             long_context_from=rotary.long_context_from,
+            dual_chunks=rotary.dual_chunks,
             keeps_all=self._keeps_all,
             caches_of=self._caches_of[0].path if self._caches_of else "",
         )

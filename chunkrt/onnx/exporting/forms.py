@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -232,6 +232,21 @@ def check_length(plan: Plan, option: str, length: int) -> None:
         raise ConfigError(f"{option} is {length}, longer than the model's context of {plan.context_length}")
 
 
+def without_dual_chunks(planned: Planned, option: str, length: int) -> Planned:
+    """Return a checkpoint whose context ends where dual chunk attention begins to change results. Raise
+    UnsupportedModelError if the length exceeds that context.
+    """
+    plan, most = planned.plan, planned.plan.plain_context
+    if not plan.rope_period:
+        return planned
+    if length > most:
+        raise UnsupportedModelError(
+            f"{option} is {length}, but in contexts of more than {most} tokens {plan.family} has dual chunk attention, "
+            f"which has no ONNX form; choose at most {most}"
+        )
+    return replace(planned, plan=replace(plan.within(most), context_length=most))
+
+
 def tied_weights(planned: Planned) -> dict[str, str]:
     """Return the weights that are the transpose of the embedding's table."""
     tables = [m.weight for m in planned.decoder.modules() if isinstance(m, Embedding) and m.scale == 1]
@@ -253,8 +268,9 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
         ConfigError: the sequence is longer than the model's context.
         UnsupportedModelError: an operator of the model has no form of fixed length.
     """
+    check_length(planned.plan, "--sequence", settings.sequence)
+    planned = without_dual_chunks(planned, "--sequence", settings.sequence)
     plan, window, batch = planned.plan, settings.window, settings.batch
-    check_length(plan, "--sequence", settings.sequence)
     if has(plan, POSITIONS_OP) and settings.keys != "post-rope":
         raise ConfigError(
             f"{plan.family} has learned positions, which the slot in the cache does not determine; use --keys post-rope"
@@ -304,8 +320,9 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
         ConfigError: the context is longer than the model's.
         UnsupportedModelError: the model has layers that the dynamic form does not support.
     """
+    check_length(planned.plan, "--context", settings.context)
+    planned = without_dual_chunks(planned, "--context", settings.context)
     plan = planned.plan
-    check_length(plan, "--context", settings.context)
     if has(plan, POSITIONS_OP):
         raise UnsupportedModelError(
             f"{plan.family} has learned positions, which the dynamic form does not support; export a fixed window with "

@@ -13,6 +13,15 @@
 // reads. On float32 caches the result is bit-identical to that of roped keys, as long as table_row - position
 // stays constant.
 //
+// With dual chunks (An et al., Training-Free Long-Context Scaling of Large Language Models, 2024), a key at
+// position j uses the row j mod period of the tables, regardless of table_row. A query at position p uses
+//   the row p mod period for keys of its own chunk of `period` positions,
+//   the row min(p mod period + period, limit) for keys of the chunk before, and
+//   the row min(2 period - 1, limit) for keys of earlier chunks.
+// With `long_from`, the query and the key of position p are multiplied by max(1, 1 + 0.1 ln(n / long_from))
+// after the rotation, where n = max(p + 1, table_row - position), computed in float64 and rounded to float32
+// (for a query the product with `scale` is rounded to float32).
+//
 // A float16 cache rounds to nearest even; values that round past 65504 become infinite. An int8 cache stores
 // each row of head_dim values in groups of 32 (the last group may be shorter). Each group is quantised like a
 // row of quantize_s8row; the float32 scales of the groups follow the int8 values. An element that is read
@@ -28,7 +37,8 @@
 //
 // Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each query,
 // initially with m = -inf, l = 0, o = 0, and for each block of 64 keys that starts at an absolute position
-// that is a multiple of 64:
+// that is a multiple of 64 (with dual chunks, the keys of a block before and after the boundary of a chunk
+// are two blocks):
 //   score[j] = the chain fma(q[d], k[j][d], score[j]) over d ascending from 0, for visible keys j
 //   with a soft cap: score[j] = tanh(score[j] * (1 / soft_cap)) * soft_cap, with tanh as in elementwise.h
 //   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m')
@@ -104,11 +114,19 @@ constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
   return head_dim + int8_groups(head_dim) * sizeof(float);
 }
 
+struct DualChunks {
+  std::size_t period = 0;     // 0: no dual chunks
+  std::size_t limit = 0;      // at least `period`
+  std::size_t long_from = 0;  // 0: no factor
+};
+
 struct AttentionArgs {
   // float32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]: q | k | v along a row; if another layer fills
   // the caches, only q.
   const float* qkv;
-  const float* cos;      // float32 [context, rotary_dim / 2], context >= table_row + rows
+  // float32 [context, rotary_dim / 2], context >= table_row + rows; with dual chunks context > limit, or
+  // context >= position + rows
+  const float* cos;
   const float* sin;      // as cos
   void* key_cache;       // [num_kv_heads, capacity, cache_row_bytes]
   void* value_cache;     // as key_cache
@@ -119,7 +137,7 @@ struct AttentionArgs {
   float* out;  // float32 [rows, num_heads * head_dim]; may not overlap qkv
   std::size_t rows;
   std::size_t position;   // for row 0
-  std::size_t table_row;  // row of cos and sin for row 0
+  std::size_t table_row;  // row of cos and sin for row 0; with dual chunks only table_row - position matters
   // Number of slots of the caches, at least position + rows. Fewer slots form a ring buffer, which requires a
   // window; its number of slots is a multiple of 64 and at least window + rows - 1. The number of slots of a
   // bfloat16 cache is always a multiple of 64.
@@ -138,6 +156,7 @@ struct AttentionArgs {
   std::size_t queries_per_item = 0;
   // False if another layer has filled the caches, also for these rows. `append` may not be called.
   bool appends = true;
+  DualChunks dual_chunks = {};  // exclude a window
 };
 
 // Number of floats of scratch for one call of either phase. Concurrent calls need separate scratch, which is

@@ -47,14 +47,24 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
   }
 }
 
-// Ropes the raw keys of the positions from `start` on, beginning with the first visible one, into `roped`,
-// which may be `keys`.
+// Ropes the raw keys from `first` on, of a block that begins with the position `start`, into `roped`, which
+// may be `keys`.
 void rope_keys(const AttentionArgs& args, const float* keys, std::size_t start, std::size_t first,
                std::size_t end, float* roped, const AttentionOperations& operations) {
-  for (std::size_t key = std::max(start, first); key < end; ++key) {
-    const std::size_t offset = (key - start) * args.head_dim, index = table_index(args, key);
-    operations.rope(keys + offset, args.cos + index, args.sin + index, args.head_dim, args.rotary_dim, 1.0f,
-                    roped + offset);
+  for (std::size_t key = first; key < end; ++key) {
+    const std::size_t offset = (key - start) * args.head_dim;
+    const auto [cos, sin, scale] = key_rotation(args, key);
+    operations.rope(keys + offset, cos, sin, args.head_dim, args.rotary_dim, scale, roped + offset);
+  }
+}
+
+// Ropes the queries of an item for the span of keys that begins with `key`.
+void rope_queries(const AttentionArgs& args, const AttendItem& item, std::size_t key, float* roped,
+                  const AttentionOperations& operations) {
+  for (std::size_t i = 0; i < item.num_queries; ++i) {
+    const Query query = find_query(args, item.kv_head, item.first_query + i);
+    const auto [cos, sin, scale] = query_rotation(args, query.position, key);
+    operations.rope(query.input, cos, sin, args.head_dim, args.rotary_dim, scale, roped + i * args.head_dim);
   }
 }
 
@@ -71,8 +81,6 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
   std::size_t first[kQueriesPerItem], visible[kQueriesPerItem];  // in a block
   for (std::size_t i = 0; i < item.num_queries; ++i) {
     const Query query = find_query(args, item.kv_head, item.first_query + i);
-    operations.rope(query.input, query.cos, query.sin, head_dim, args.rotary_dim, args.scale,
-                    roped + i * head_dim);
     std::fill_n(query.out, head_dim, 0.0f);
     outs[i] = query.out;
     const SoftmaxStart softmax = softmax_start(args, query);
@@ -84,14 +92,20 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
 
   const std::size_t item_first = find_query(args, item.kv_head, item.first_query).first_key;
   const std::size_t item_end = end_keys[item.num_queries - 1];
-  for (std::size_t start = item_first / kKeysPerBlock * kKeysPerBlock; start < item_end;
-       start += kKeysPerBlock) {
-    const std::size_t block_keys = std::min(kKeysPerBlock, item_end - start);
+  // A span or a block of the cache ends before the key `next`.
+  for (std::size_t key = item_first, next, next_span = item_first; key < item_end; key = next) {
+    if (key == next_span) {
+      rope_queries(args, item, key, roped, operations);
+      next_span = std::min(span_end(args, key), item_end);
+    }
+    const std::size_t start = key / kKeysPerBlock * kKeysPerBlock;
+    next = std::min(start + kKeysPerBlock, next_span);
+    const std::size_t block_keys = next - start;
     const std::size_t offset = cache_offset(args, item.kv_head, start);
     const float* keys =
         widened(args, args.key_cache, offset, block_keys, key_bias(args, item.kv_head), buffer, operations);
     if (args.has_raw_keys) {
-      rope_keys(args, keys, start, item_first, start + block_keys, buffer, operations);
+      rope_keys(args, keys, start, key, next, buffer, operations);
       keys = buffer;
     }
     operations.transpose(keys, block_keys, head_dim, transposed);
@@ -100,8 +114,8 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
         .values = widened(args, args.value_cache, offset, block_keys, nullptr, buffer, operations),
         .head_dim = head_dim};
     for (std::size_t i = 0; i < item.num_queries; ++i) {
-      first[i] = first_keys[i] > start ? first_keys[i] - start : 0;
-      visible[i] = end_keys[i] > start ? std::min(kKeysPerBlock, end_keys[i] - start) : 0;
+      first[i] = std::max(first_keys[i], key) - start;
+      visible[i] = std::max(std::min(end_keys[i], next), start) - start;
     }
     for (std::size_t i = 0, tile = 1; i < item.num_queries; i += tile) {
       tile = 1;
@@ -136,13 +150,14 @@ void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t en
   float* const roped = scratch;
   float* const quantized = scratch + args.head_dim;
   for (std::size_t row = begin; row < end; ++row) {
-    const std::size_t position = args.position + row, index = table_index(args, position);
+    const std::size_t position = args.position + row;
     for (std::size_t head = 0; head < args.num_kv_heads; ++head) {
       const float* key = args.qkv + row * row_width + (args.num_heads + head) * args.head_dim;
       const float* const value = key + args.num_kv_heads * args.head_dim;
       const std::size_t offset = cache_offset(args, head, position);
       if (!args.has_raw_keys) {
-        operations.rope(key, args.cos + index, args.sin + index, args.head_dim, args.rotary_dim, 1.0f, roped);
+        const auto [cos, sin, scale] = key_rotation(args, position);
+        operations.rope(key, cos, sin, args.head_dim, args.rotary_dim, scale, roped);
         key = roped;
       }
       if (const float* const bias = key_bias(args, head)) {

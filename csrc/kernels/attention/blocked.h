@@ -25,7 +25,7 @@ struct QueryTile {
   float* maxima;               // [tile]: m of attention.h
   float* sums;                 // [tile]: l
   float soft_cap;              // bound of scores; 0: none
-  std::size_t first;           // above 0 only where the window of a row begins
+  std::size_t first;           // above 0 only where the window of a row or a dual chunk begins
   const std::size_t* visible;  // [tile]: up to kKeysPerBlock
 };
 

@@ -2,6 +2,7 @@
 #include "kernels/attention/queries.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "kernels/attention/tile_operations.h"
@@ -20,6 +21,20 @@ std::size_t queries_per_item(const AttentionArgs& args) {
 
 std::size_t items_per_kv_head(const AttentionArgs& args) {
   return (queries_per_kv_head(args) + queries_per_item(args) - 1) / queries_per_item(args);
+}
+
+Rotation rotation(const AttentionArgs& args, std::size_t table_row, float scale) {
+  const std::size_t index = table_row * (args.rotary_dim / 2);
+  return {args.cos + index, args.sin + index, scale};
+}
+
+// The factor of the query and the key of a position.
+float length_factor(const AttentionArgs& args, std::size_t position) {
+  const std::size_t long_from = args.dual_chunks.long_from;
+  const std::size_t length = std::max(position + 1, args.table_row - args.position);
+  if (long_from == 0 || length <= long_from) return 1.0f;
+  return static_cast<float>(1.0 +
+                            0.1 * std::log(static_cast<double>(length) / static_cast<double>(long_from)));
 }
 
 }  // namespace
@@ -44,13 +59,11 @@ Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t que
   const std::size_t group = args.num_heads / args.num_kv_heads;
   const std::size_t row = query / group, head = kv_head * group + query % group;
   const std::size_t position = args.position + row, end = position + 1;
-  const std::size_t index = table_index(args, position);
   const std::size_t num_kv_columns = args.appends ? 2 * args.num_kv_heads : 0;
   const std::size_t row_width = (args.num_heads + num_kv_columns) * args.head_dim;
   return {.head = head,
+          .position = position,
           .input = args.qkv + row * row_width + head * args.head_dim,
-          .cos = args.cos + index,
-          .sin = args.sin + index,
           .out = args.out + (row * args.num_heads + head) * args.head_dim,
           .first_key = args.window > 0 && end > args.window ? end - args.window : 0,
           .end_key = end};
@@ -61,8 +74,26 @@ SoftmaxStart softmax_start(const AttentionArgs& args, const Query& query) {
   return {.maximum = args.sinks[query.head], .sum = 1.0f};
 }
 
-std::size_t table_index(const AttentionArgs& args, std::size_t position) {
-  return (args.table_row + position - args.position) * (args.rotary_dim / 2);
+Rotation key_rotation(const AttentionArgs& args, std::size_t position) {
+  const DualChunks& chunks = args.dual_chunks;
+  if (chunks.period == 0) return rotation(args, args.table_row + position - args.position, 1.0f);
+  return rotation(args, position % chunks.period, length_factor(args, position));
+}
+
+Rotation query_rotation(const AttentionArgs& args, std::size_t position, std::size_t key) {
+  const DualChunks& chunks = args.dual_chunks;
+  if (chunks.period == 0) return rotation(args, args.table_row + position - args.position, args.scale);
+  const std::size_t in_chunk = position % chunks.period;
+  const std::size_t chunk = position / chunks.period, key_chunk = key / chunks.period;
+  std::size_t row = in_chunk;
+  if (chunk == key_chunk + 1) row = std::min(in_chunk + chunks.period, chunks.limit);
+  if (chunk > key_chunk + 1) row = std::min(2 * chunks.period - 1, chunks.limit);
+  return rotation(args, row, args.scale * length_factor(args, position));
+}
+
+std::size_t span_end(const AttentionArgs& args, std::size_t key) {
+  const std::size_t period = args.dual_chunks.period;
+  return period == 0 ? std::numeric_limits<std::size_t>::max() : (key / period + 1) * period;
 }
 
 const float* key_bias(const AttentionArgs& args, std::size_t kv_head) {

@@ -26,12 +26,18 @@ struct AttendItem {
   std::size_t num_queries;
 };
 
+// Rotary embedding of one query or key, and the factor that it is multiplied by.
+struct Rotation {
+  const float* cos;  // [rotary_dim / 2]
+  const float* sin;  // as cos
+  float scale;
+};
+
 // Operands of one query.
 struct Query {
   std::size_t head;
+  std::size_t position;
   const float* input;  // [head_dim], not yet roped
-  const float* cos;    // [rotary_dim / 2]
-  const float* sin;    // as cos
   float* out;          // [head_dim]
   std::size_t first_key;
   std::size_t end_key;  // the query attends to the keys first_key .. end_key - 1
@@ -47,8 +53,14 @@ struct SoftmaxStart {
 };
 SoftmaxStart softmax_start(const AttentionArgs& args, const Query& query);
 
-// The tables' row for a position, as an index of cos and sin.
-std::size_t table_index(const AttentionArgs& args, std::size_t position);
+// The rotation of the key of a position.
+Rotation key_rotation(const AttentionArgs& args, std::size_t position);
+
+// The rotation of the query of a position where it meets the keys from `key` to before `span_end`.
+Rotation query_rotation(const AttentionArgs& args, std::size_t position, std::size_t key);
+
+// The first key after `key` that queries meet in another rotation.
+std::size_t span_end(const AttentionArgs& args, std::size_t key);
 
 // Bias that the cache omits from a head's raw keys, [head_dim]; nullptr without one.
 const float* key_bias(const AttentionArgs& args, std::size_t kv_head);

@@ -28,9 +28,8 @@ void rope(const float* input, const float* cos, const float* sin, std::size_t he
   for (std::size_t i = rotary_dim; i < head_dim; ++i) out[i] = input[i] * scale;
 }
 
-void rope(const float* input, const float* cos, const float* sin, const AttentionArgs& args, float scale,
-          float* out) {
-  rope(input, cos, sin, args.head_dim, args.rotary_dim, scale, out);
+void rope(const float* input, const Rotation& rotation, const AttentionArgs& args, float* out) {
+  rope(input, rotation.cos, rotation.sin, args.head_dim, args.rotary_dim, rotation.scale, out);
 }
 
 // float32 to IEEE 754 binary16, to nearest even.
@@ -104,18 +103,19 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
   float* const values = keys + kKeysPerBlock * args.head_dim;
   float* const raw_key = values + kKeysPerBlock * args.head_dim;
   const float* const bias = key_bias(args, kv_head);
-  rope(query.input, query.cos, query.sin, args, args.scale, roped);
   std::fill_n(query.out, args.head_dim, 0.0f);
   auto [max, sum] = softmax_start(args, query);
-  for (std::size_t start = query.first_key / kKeysPerBlock * kKeysPerBlock; start < query.end_key;
-       start += kKeysPerBlock) {
-    const std::size_t first = std::max(start, query.first_key) - start;
-    const std::size_t end = std::min(kKeysPerBlock, query.end_key - start);
+  // A span or a block of the cache ends before the key `next`.
+  for (std::size_t key_position = query.first_key, next; key_position < query.end_key; key_position = next) {
+    const std::size_t start = key_position / kKeysPerBlock * kKeysPerBlock;
+    next = std::min({start + kKeysPerBlock, span_end(args, key_position), query.end_key});
+    rope(query.input, query_rotation(args, query.position, key_position), args, roped);
+    const std::size_t first = key_position - start, end = next - start;
     for (std::size_t j = first; j < end; ++j) {
-      const std::size_t offset = cache_offset(args, kv_head, start + j), index = table_index(args, start + j);
+      const std::size_t offset = cache_offset(args, kv_head, start + j);
       float* const key = keys + j * args.head_dim;
       load(args, args.key_cache, offset, bias, args.has_raw_keys ? raw_key : key);
-      if (args.has_raw_keys) rope(raw_key, args.cos + index, args.sin + index, args, 1.0f, key);
+      if (args.has_raw_keys) rope(raw_key, key_rotation(args, start + j), args, key);
       load(args, args.value_cache, offset, nullptr, values + j * args.head_dim);
     }
 
@@ -259,13 +259,13 @@ void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, st
   float* const roped = scratch;
   float* const quantized = scratch + args.head_dim;
   for (std::size_t row = begin; row < end; ++row) {
-    const std::size_t position = args.position + row, index = table_index(args, position);
+    const std::size_t position = args.position + row;
     for (std::size_t head = 0; head < args.num_kv_heads; ++head) {
       const float* key = args.qkv + row * row_width + (args.num_heads + head) * args.head_dim;
       const float* const value = key + args.num_kv_heads * args.head_dim;
       const std::size_t offset = cache_offset(args, head, position);
       if (!args.has_raw_keys) {
-        rope(key, args.cos + index, args.sin + index, args, 1.0f, roped);
+        rope(key, key_rotation(args, position), args, roped);
         key = roped;
       }
       if (const float* const bias = key_bias(args, head)) {

@@ -68,9 +68,8 @@ void append_tiled(const AttentionArgs& args, std::size_t begin, std::size_t end,
       for (std::size_t i = 0; i < count; ++i) {
         const float* const key = args.qkv + (row + i) * row_width + (args.num_heads + head) * head_dim;
         const float* const value = key + args.num_kv_heads * head_dim;
-        const std::size_t index = table_index(args, position + i);
-        operations.rope(key, args.cos + index, args.sin + index, head_dim, args.rotary_dim, 1.0f,
-                        keys + i * depth);
+        const auto [cos, sin, scale] = key_rotation(args, position + i);
+        operations.rope(key, cos, sin, head_dim, args.rotary_dim, scale, keys + i * depth);
         std::copy_n(value, head_dim, values + i * depth);
       }
       if (count == 1 || args.math == AttentionMath::int8) {

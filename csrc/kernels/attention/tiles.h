@@ -75,13 +75,16 @@ class TileItem {
 
   void attend() {
     begin_queries();
-    first_key_ = first_keys_[0];
-    end_key_ = end_keys_[item_.num_queries - 1];
-    for (std::size_t start = first_key_ / kKeysPerBlock * kKeysPerBlock; start < end_key_;
-         start += kKeysPerBlock) {
-      take_block(start);
-      for (std::size_t row = 0; row < item_.num_queries; row += kRowsAtOnce) {
-        attend_rows(start, row);
+    const std::size_t last = item_.num_queries - 1;
+    const std::size_t end = query(last).end_key;
+    for (std::size_t key = query(0).first_key; key < end; key = span_end(args_, key)) {
+      begin_span(key);
+      first_key_ = first_keys_[0];
+      end_key_ = end_keys_[last];
+      for (std::size_t start = first_key_ / kKeysPerBlock * kKeysPerBlock; start < end_key_;
+           start += kKeysPerBlock) {
+        take_block(start);
+        for (std::size_t row = 0; row <= last; row += kRowsAtOnce) attend_rows(start, row);
       }
     }
     end_queries();
@@ -95,23 +98,32 @@ class TileItem {
 
   void begin_queries() {
     const std::size_t num_rows = (item_.num_queries + kRowsPerTile - 1) / kRowsPerTile * kRowsPerTile;
-    std::memset(rows_, 0, sizes_.depth * sizeof(float));
     std::memset(queries_ + item_.num_queries * sizes_.depth, 0,
                 (num_rows - item_.num_queries) * sizes_.depth * sizeof(std::uint16_t));
     std::memset(outs_, 0, num_rows * sizes_.columns * sizeof(float));
     for (std::size_t i = 0; i < item_.num_queries; ++i) {
-      const Query query = find_query(args_, item_.kv_head, item_.first_query + i);
-      operations_.rope(query.input, query.cos, query.sin, args_.head_dim, args_.rotary_dim, args_.scale,
-                       rows_);
-      store_query(queries_ + i * sizes_.depth);
-      const SoftmaxStart softmax = softmax_start(args_, query);
+      const SoftmaxStart softmax = softmax_start(args_, query(i));
       maxima_[i] = softmax.maximum;
       sums_[i] = softmax.sum;
-      results_[i] = query.out;
-      first_keys_[i] = query.first_key;
-      end_keys_[i] = query.end_key;
+      results_[i] = query(i).out;
     }
   }
+
+  // Ropes the queries for the span of keys that begins with `key`, and finds the keys of the span that each
+  // query sees.
+  void begin_span(std::size_t key) {
+    std::memset(rows_, 0, sizes_.depth * sizeof(float));
+    for (std::size_t i = 0; i < item_.num_queries; ++i) {
+      const Query found = query(i);
+      const auto [cos, sin, scale] = query_rotation(args_, found.position, key);
+      operations_.rope(found.input, cos, sin, args_.head_dim, args_.rotary_dim, scale, rows_);
+      store_query(queries_ + i * sizes_.depth);
+      first_keys_[i] = found.first_key > key ? found.first_key : key;
+      end_keys_[i] = smaller(found.end_key, span_end(args_, key));
+    }
+  }
+
+  Query query(std::size_t index) const { return find_query(args_, item_.kv_head, item_.first_query + index); }
 
   // Stores the first of rows_ as a left operand of scores.
   void store_query(std::uint16_t* query) {
@@ -154,8 +166,8 @@ class TileItem {
       float* const row = rows_ + i * depth;
       widen(stored + i * row_bytes_, are_raw ? key_bias(args_, item_.kv_head) : nullptr, row);
       if (!are_raw) continue;
-      const std::size_t index = table_index(args_, start + i);
-      operations_.rope(row, args_.cos + index, args_.sin + index, head_dim, args_.rotary_dim, 1.0f, row);
+      const auto [cos, sin, scale] = key_rotation(args_, start + i);
+      operations_.rope(row, cos, sin, head_dim, args_.rotary_dim, scale, row);
     }
     return rows_;
   }
@@ -330,7 +342,7 @@ class TileItem {
   float maxima_[kQueriesPerTileItem], sums_[kQueriesPerTileItem];
   float* results_[kQueriesPerTileItem];
   std::size_t first_keys_[kQueriesPerTileItem], end_keys_[kQueriesPerTileItem];
-  std::size_t first_key_, end_key_;  // for the item
+  std::size_t first_key_, end_key_;  // for the item, in the current span
   bool are_finite_;                  // the block's values
 };
 

@@ -114,6 +114,10 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
           "attention: scores in int8 need keys that are cached after RoPE");
   require(shape.soft_cap >= 0.0f,
           "attention: expected a soft cap above 0, or 0 for none, got " + std::to_string(shape.soft_cap));
+  const DualChunks chunks = shape.dual_chunks;
+  require(chunks.period == 0 || (chunks.limit >= chunks.period && shape.window == 0),
+          "attention: expected dual chunks without a window, and a limit of at least their period " +
+              std::to_string(chunks.period) + ", got " + std::to_string(chunks.limit));
   if (sinks) builder.require_constant(*sinks, Dtype::float32, {fixed(num_heads)}, "attention's sinks");
 
   builder.add_check(
@@ -142,6 +146,15 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         } else if (!fits(first, rows, num_slots)) {
           throw std::out_of_range(misfit(name, rows, first) + "the cache holds " + std::to_string(num_slots) +
                                   " positions");
+        }
+        if (chunks.period > 0) {
+          const std::size_t last = static_cast<std::size_t>(first) + rows - 1;
+          if (std::min({last, chunks.limit, 2 * chunks.period - 1}) >= context || first_table_row < first) {
+            throw std::out_of_range(misfit(table_name, rows, first_table_row) + "the rotary tables have " +
+                                    std::to_string(context) + " rows, and the position is " +
+                                    std::to_string(first));
+          }
+          return;
         }
         if (!fits(first_table_row, rows, context)) {
           throw std::out_of_range(misfit(table_name, rows, first_table_row) + "the rotary tables have " +
@@ -188,7 +201,8 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         .math = shape.math,
         .queries_per_item =
             is_small ? queries_per_tiled_item(frame.size_of(Symbol::T) * (num_heads / num_kv_heads)) : 0,
-        .appends = shape.appends};
+        .appends = shape.appends,
+        .dual_chunks = chunks};
   };
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
   AttentionFunction* attend = attending.function;

@@ -149,6 +149,7 @@ struct AttentionShape {
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
   AttentionMath math = AttentionMath::float32;
   bool appends = true;  // false: another layer has filled the caches, and qkv consists of q alone
+  DualChunks dual_chunks = {};
 };
 
 // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], or q alone; position
