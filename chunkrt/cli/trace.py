@@ -39,8 +39,8 @@ SPAN_MEANINGS: Mapping[Span, str] = {
 def trace(file: Path, as_json: bool, plot: Path | None) -> None:
     """Show a time breakdown of FILE, a trace that `run` or `bench` wrote with --trace.
 
-    For runs that shared chunks, it also shows how full these were; each chunk counts once. The last lines show the state
-    of the NPU after the runs, with its failures.
+    For runs that shared chunks, it also shows how full these were; each chunk counts once. The last lines show the
+    state of the NPU after the runs, with its failures.
 
     Perfetto's viewer (ui.perfetto.dev) opens FILE, too.
     """

@@ -155,7 +155,10 @@ def test_trace_reports_padding_of_the_npu(command, tmp_path):
 @pytest.mark.parametrize(("lengths", "padding"), [((), 1 - 14 / 16), ((2, 4, 8), 1 - 14 / 16), ((6, 8), 0)])
 def test_padding_is_that_of_the_smallest_graph_for_the_rows(tmp_path, lengths, padding):
     record = virtual_record(npu_and_cpu(), num_chunks=2)
-    chunks = [ChunkRecord(0, (SegmentRecord(0, 0, 8),)), ChunkRecord(1, (SegmentRecord(0, 8, 5), SegmentRecord(1, 0, 1)))]
+    chunks = [
+        ChunkRecord(0, (SegmentRecord(0, 0, 8),)),
+        ChunkRecord(1, (SegmentRecord(0, 8, 5), SegmentRecord(1, 0, 1))),
+    ]
     record = replace(record, chunks=chunks, pipeline=replace(record.pipeline, graph_lengths=lengths))
     write_trace(tmp_path / "out.json", [record], "toy")
     (back,) = read_trace(tmp_path / "out.json")

@@ -11,18 +11,33 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 
 
-def float64_logits(config: Mapping[str, Any], weights: Mapping[str, Float64], tokens: Sequence[int]) -> Float64:
+def sliding_mask(num_tokens: int, window: int, sinks: int) -> NDArray[np.bool_]:
+    """Return which positions each row sees, [T, T]: the first `sinks`, and the last `window` - `sinks`."""
+    row, key = np.arange(num_tokens)[:, None], np.arange(num_tokens)
+    seen: NDArray[np.bool_] = (key <= row) & ((key < sinks) | (key > row - (window - sinks)))
+    return seen
+
+
+def float64_logits(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Float64],
+    tokens: Sequence[int],
+    sees: NDArray[np.bool_] | None = None,
+) -> Float64:
     """Return logits [T, V] of a prompt.
 
     Args:
         config: of Hugging Face, without scaling of RoPE.
         weights: by the names of a plan; linears are [K, N].
+        sees: positions that each row sees, [T, T]; by default all up to its own.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
     frequencies = config.get("rope_theta", 10000.0) ** (-np.arange(0, dim, 2) / dim)
     angles = np.outer(np.arange(len(tokens)), frequencies)[:, None]
-    mask = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
+    if sees is None:
+        sees = np.tri(len(tokens), dtype=bool)
+    mask = np.where(sees, 0.0, -np.inf)
 
     def norm(x: Float64, name: str) -> Float64:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config["rms_norm_eps"]) * weights[f"{name}.weight"]
