@@ -136,6 +136,20 @@ def test_directory_of_several_lengths_runs_all_of_them(model, rows_run, tmp_path
         chunkrt.load(tmp_path / "sky", npu="qnn", chunk_length="8,96", **given)
 
 
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_other_decoders_have_the_bits_of_large_graphs(tmp_path, name):
+    """Short convolutions and norms of heads, in prompts with a tail and in single tokens."""
+    path = tmp_path / "other.npz"
+    model = calibrated(name, path), path
+    found = []
+    for lengths in ("1,8,32", 32):
+        with load(model, chunk_length=lengths, **ON_NPU[1]) as engine:
+            session, tokens = engine.session(), tokens_of(45) % engine.plan.vocab_size
+            rows = [session.prefill(part, logits="all").logits for part in (tokens[:37], tokens[37:43])]
+            found.append(np.vstack([*rows, *(session.prefill(tokens[[i]]).logits for i in (43, 44))]))
+    np.testing.assert_array_equal(*found)
+
+
 def test_failing_graphs_of_all_rows_are_restored(model):
     with load(model, chunk_length="1,8,32", decode_on="npu", on_npu_failure="fallback") as engine:
         expected = [engine.session().prefill(tokens_of(count)).logits for count in (20, 5, 1)]

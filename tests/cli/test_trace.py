@@ -179,6 +179,17 @@ def test_trace_shows_the_state_of_the_npu(command, tmp_path):
     assert found == [asdict(state) for state in states]
 
 
+def test_trace_of_a_run_on_an_npu_has_its_state(command, monkeypatch, tmp_path):
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    path = tmp_path / "out.json"
+    finished = command("run", GGUF, "-p", "hello trace", "-n", 2, "--npu", "qnn", "--chunk", "2,8", "--trace", path)
+    assert finished.status == 0, finished.err
+    assert read_trace_file(path).npu == [NpuState()]
+    assert read_trace(path)[0].pipeline.graph_lengths == (2, 8)
+    assert "NPU: ok, 0 failures" in command("trace", path).out
+
+
 def test_traces_without_an_npu_have_no_state_of_one(traced):
     assert read_trace_file(traced).npu == []
 

@@ -54,10 +54,11 @@ def float64_logits(
         q, k, v = np.split(qkv.reshape(len(tokens), -1, dim), [heads, heads + kv_heads], axis=1)
         q, k = rotated(q), rotated(k)
         k, v = (np.repeat(each, heads // kv_heads, axis=1) for each in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim) + mask
+        q, k, v = (each.transpose(1, 0, 2) for each in (q, k, v))
+        scores = q @ k.transpose(0, 2, 1) / np.sqrt(dim) + mask
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
-        attended = np.einsum("hqk,khd->qhd", shares, v).reshape(len(tokens), -1)
+        attended = (shares @ v).transpose(1, 0, 2).reshape(len(tokens), -1)
         x = x + attended @ weights[f"{layer}.self_attn.o_proj.weight"]
         gate, up = np.split(
             norm(x, f"{layer}.post_attention_layernorm") @ weights[f"{layer}.mlp.gate_up_proj.weight"], 2, axis=-1
