@@ -169,6 +169,17 @@ class EmulatedBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class SeveralGraphsBackend(Backend, Protocol):
+    """An NPU backend that compiles a subgraph for several numbers of rows, and runs the smallest graph that holds the
+    rows of a call.
+    """
+
+    def graph_lengths(self, chunk_length: int, scheme: Scheme) -> tuple[int, ...]:
+        """Return the numbers of rows for which subgraphs are compiled, shortest first. The last is the chunk length."""
+        ...
+
+
+@runtime_checkable
 class RestorableBackend(Backend, Protocol):
     """An NPU backend whose executables can be used again after the NPU failed."""
 

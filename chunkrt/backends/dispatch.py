@@ -155,6 +155,11 @@ class Dispatcher:
         self._objects: WeakValueDictionary[tuple[str, str, str], NodeObject] = WeakValueDictionary()
         switches.check_paths(self._names())
 
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of the plan."""
+        return self._scheme
+
     def _names(self) -> Iterator[tuple[str, str]]:
         """Return the operators and parts of the plan with the names of their nodes."""
         for subgraph in self._plan.subgraphs:

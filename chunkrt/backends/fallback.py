@@ -29,6 +29,10 @@ STEADY_RUNS = 1000
 """Number of runs without a failure after which the attempts are counted from the beginning again."""
 
 
+STATUSES = ("ok", "restoring", "lost")
+"""Values of `NpuState.status`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NpuState:
     """State of the NPU.

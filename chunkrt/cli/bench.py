@@ -168,14 +168,15 @@ def bench(
     )
     budgets = [None] if threads is None else read_numbers("--threads", str(threads), least=1)
     rows: list[BenchSetup] = []
-    with written_trace(trace, ", ".join(names)) as records:
+    with written_trace(trace, ", ".join(names)) as traced:
         for name, budget in itertools.product(names, budgets):
             with open_engine(name, {**measured(settings), "threads": budget}) as engine, ShownProgress() as progress:
                 tests = asked.tests(engine)
                 for done, test in enumerate(tests):
                     progress(test.name, done, len(tests))
-                    rows.append(test.measure(engine, name, repetitions, records if trace else None))
+                    rows.append(test.measure(engine, name, repetitions, traced.records if trace else None))
                 progress("", len(tests), len(tests))
+                traced.end(engine)
     if plot is not None:
         draw_bench(rows, plot)
     if path is None:

@@ -177,7 +177,7 @@ def check_directory(folder: Path) -> list[Finding]:
     problems = [f"{path.name} is damaged" for path in paths if not contexts.is_intact(path.name)]
     if any(subgraph.device == "npu" for subgraph in read_plan(folder).subgraphs):
         for target in manifest.npu:
-            prefix = f"{target.soc}-{manifest.scheme.name}-r{graph_rows(target.chunk_length)}-"
+            prefix = f"{target.soc}-{manifest.scheme.name}-r{graph_rows(target.chunk_length, manifest.scheme)}-"
             if not any(path.name.startswith(prefix) for path in paths):
                 problems.append(f"those of {target.soc}, chunks of {target.chunk_length}, are missing")
     targets = "; ".join(f"{target.soc}, chunks of {target.chunk_length}" for target in manifest.npu)

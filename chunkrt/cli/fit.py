@@ -22,7 +22,7 @@ from chunkrt.simulate.models import find_model_shape
 
 FITTED_SETTINGS = (
     *("scheme", "chunk_length", "context_length", "placement", "shadow"),
-    *("attention", "npu_window", "npu_graph", "weights"),
+    *("attention", "npu_window", "npu_graph", "npu_sinks", "weights"),
 )
 """Settings of an engine on which its memory depends."""
 
@@ -47,7 +47,7 @@ FITTED_SETTINGS = (
     help="Quantisation of weights and activations.  [default: w8a16, or as compiled]",
 )
 @option("--chunk", "chunk_length", group="Execution", type=int, help="Tokens per chunk.  [default: 32, or as compiled]")
-@engine_fields("context_length", "placement", "shadow", "attention", "npu_window", "npu_graph", "weights")
+@engine_fields("context_length", "placement", "shadow", "attention", "npu_window", "npu_graph", "npu_sinks", "weights")
 @ranks_options
 @option("--ram", "ram_gb", group="Devices", type=float, help="RAM of the device in GB.  [default: typical for the SoC]")
 @json_option("Print a JSON object.")
@@ -82,7 +82,7 @@ def fit(
     if not ranks.are_alone and settings["attention"] == "npu":
         raise ConfigError("--attention npu is not supported with several ranks; omit it")
     if settings["attention"] != "npu":
-        refuse_without("--attention npu", "npu_window", "npu_graph")
+        refuse_without("--attention npu", "npu_window", "npu_graph", "npu_sinks")
     if scheme is None and find_model_shape(model) is not None:
         scheme = DEFAULT_NPU_SCHEME
     options = EngineOptions(

@@ -91,15 +91,16 @@ def run(
     refuse_without("--prompts", "batcher", "queue", "cache_memory")
     asked = read_prompt(prompt, files, messages_file, prefill_answer)
     begin = time.perf_counter()
-    with written_trace(trace, model) as records, open_engine(model, engine_settings) as engine:
+    with written_trace(trace, model) as traced, open_engine(model, engine_settings) as engine:
         load_seconds = time.perf_counter() - begin
         tokenizer = engine.tokenizer
         tokens = asked.tokens(tokenizer, raw=raw, system=system, template_options=template_options)
         session = engine.session()
-        session.on_run = records.append if trace else None
+        session.on_run = traced.records.append if trace else None
         emit = _ignore if as_json else _print
         emit(asked.prefill_answer)
         answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
+        traced.end(engine)
         if as_json:
             result = answer.as_dict() | {"text": asked.prefill_answer + answer.text}
             click.echo(

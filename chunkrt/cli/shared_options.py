@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from chunkrt.backends.fallback import NpuState
 from chunkrt.cli.command import option
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.declaration import size
@@ -205,19 +206,36 @@ def ranks_options(command: Command) -> Command:
     return option("--ranks", "size", group="Ranks", type=int, help="Number of ranks that share the model.")(command)
 
 
+class Traced:
+    """Runs of a command, and the states of the NPU after them, for a trace.
+
+    Attributes:
+        records: the records of the runs.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[RunRecord] = []
+        self.npu: list[NpuState] = []
+
+    def end(self, engine: Engine) -> None:
+        """Note the state of an engine's NPU after its last run."""
+        if (state := engine.stats().npu) is not None:
+            self.npu.append(state)
+
+
 @contextmanager
-def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
-    """Yield a list for records of runs, and write them as a trace at the end, if a path is given.
+def written_trace(path: Path | None, model: str) -> Iterator[Traced]:
+    """Yield an object for records of runs, and write them as a trace at the end, if a path is given.
 
     Raises:
         ConfigError: the trace cannot be written; a wrong path is reported before anything runs.
     """
-    records: list[RunRecord] = []
+    traced = Traced()
     if path is not None:
         check_trace_path(path)
-    yield records
+    yield traced
     if path is not None:
-        write_trace(path, records, f"chunkrt {model}")
+        write_trace(path, traced.records, f"chunkrt {model}", traced.npu)
 
 
 def measured(settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from chunkrt.backends.fallback import NpuState
 from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
 from chunkrt.runtime.record import WORKS
 from chunkrt.runtime.tasks import SPANS, Span
-from chunkrt.runtime.trace.file import read_trace
+from chunkrt.runtime.trace.file import read_trace_file
 from chunkrt.runtime.trace.groups import Group, group_runs, shares
 from chunkrt.runtime.trace.idle import CAUSES
 from chunkrt.runtime.trace.shared import with_others
@@ -37,20 +39,30 @@ SPAN_MEANINGS: Mapping[Span, str] = {
 def trace(file: Path, as_json: bool, plot: Path | None) -> None:
     """Show a time breakdown of FILE, a trace that `run` or `bench` wrote with --trace.
 
-    For runs that shared chunks, it also shows how full these were; each chunk counts once.
+    For runs that shared chunks, it also shows how full these were; each chunk counts once. The last lines show the
+    state of the NPU after the runs, with its failures.
 
     Perfetto's viewer (ui.perfetto.dev) opens FILE, too.
     """
-    records = read_trace(file)
+    _, records, npu = read_trace_file(file)
     groups = group_runs(records)
     if plot is not None:
         from chunkrt.runtime.trace.timeline import draw
 
         draw(with_others(max(records, key=lambda record: record.num_tokens), records), plot)
     if as_json:
-        click.echo(json.dumps({"groups": [group.as_dict() for group in groups]}, indent=1))
+        states = [asdict(state) for state in npu]
+        click.echo(json.dumps({"groups": [group.as_dict() for group in groups], "npu": states}, indent=1))
     else:
-        click.echo("\n\n".join(_text(group) for group in groups))
+        click.echo("\n\n".join([*map(_text, groups), *map(_health, npu)]))
+
+
+def _health(npu: NpuState) -> str:
+    error = f"; last error: {npu.error}" if npu.error else ""
+    return (
+        f"NPU: {npu.status}, {npu.failures} failures, restored {npu.restored} times, {npu.fallbacks} tasks computed by "
+        f"the CPU{error}"
+    )
 
 
 def _text(group: Group) -> str:

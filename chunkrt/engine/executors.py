@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from chunkrt.backends import Backend, Executable
-from chunkrt.backends.base import ConvertingBackend, EmulatedBackend, RestorableBackend
+from chunkrt.backends.base import ConvertingBackend, EmulatedBackend, RestorableBackend, SeveralGraphsBackend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import IN_NUMPY, Dispatcher
 from chunkrt.backends.fallback import NpuHealth, guarded
@@ -224,8 +224,16 @@ class ExecutorBuilder:
             chunks_in_flight=chunks_in_flight,
             cpus=self.cpus,
             reach=reach,
+            graph_lengths=self._graph_lengths(npu),
             origin=origin_with(npu),
         )
+
+    def _graph_lengths(self, npu: Backend | None) -> tuple[int, ...]:
+        """Return the lengths of the NPU's graphs; empty if there is only one."""
+        if not isinstance(npu, SeveralGraphsBackend):
+            return ()
+        lengths = npu.graph_lengths(self.chunk_length, self.dispatcher.scheme)
+        return lengths if len(lengths) > 1 else ()
 
     def _compile(self, subgraph: Subgraph, backend: Backend) -> Executable:
         return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)

@@ -20,7 +20,8 @@ from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.graph.static_attention import is_convolution
+from chunkrt.graph.static_attention import is_convolution, kept_slots
+from chunkrt.quant.scheme import Scheme
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE
 from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
@@ -68,6 +69,11 @@ def check_host(plan: Plan, context_length: int) -> None:
             f"a program without chunkrt needs all layers on the NPU, but {left[0]} is not on the NPU; choose "
             "`attention='npu'`, and a `context_length` that is no longer than the longest `npu_window`"
         )
+    if sliding := [node.name for s in plan.subgraphs for node in s.nodes if kept_slots(node) is not None]:
+        raise ConfigError(
+            f"the window of {sliding[0]} slides, which host.json cannot describe; omit `npu_sinks`, and choose a "
+            "`context_length` that is no longer than the longest `npu_window`"
+        )
     if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:
         raise ConfigError(
             f"{convolutions[0]} keeps the state of a convolution, which host.json cannot describe; run this model with "
@@ -108,8 +114,8 @@ def write_host(
             "soc": host.target.soc,
             "library": host.target.library,
             "chunk_length": host.target.chunk_length,
-            "rows": graph_rows(host.target.chunk_length),
-            "graphs": [_graph(subgraph, host) for subgraph in host.plan.subgraphs],
+            "rows": graph_rows(host.target.chunk_length, manifest.scheme),
+            "graphs": [_graph(subgraph, host, manifest.scheme) for subgraph in host.plan.subgraphs],
         }
         for host in hosts
     ]
@@ -138,7 +144,7 @@ def _cpu_file(subgraph: Subgraph) -> str:
     return f"{HOST}/{subgraph.name}.onnx"
 
 
-def _graph(subgraph: Subgraph, host: HostTarget) -> dict[str, Any]:
+def _graph(subgraph: Subgraph, host: HostTarget, scheme: Scheme) -> dict[str, Any]:
     plan = host.plan
     if subgraph.device == "cpu":
         tensors = {name: plan.tensors[name] for name in (*subgraph.inputs, *subgraph.outputs)}
@@ -148,7 +154,7 @@ def _graph(subgraph: Subgraph, host: HostTarget) -> dict[str, Any]:
 
         inputs, outputs = ([edge(name) for name in names] for names in (subgraph.inputs, subgraph.outputs))
         return {"device": "cpu", "file": _cpu_file(subgraph), "inputs": inputs, "outputs": outputs}
-    rows = graph_rows(host.target.chunk_length)
+    rows = graph_rows(host.target.chunk_length, scheme)
     edges = WindowEdges(subgraph, plan, rows)
     kinds: dict[str, dict[str, Any]] = {
         **{name: {"holds": name} for name in (*edges.values, *subgraph.outputs)},

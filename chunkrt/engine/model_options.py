@@ -44,7 +44,11 @@ def choose_chunk_length(
     is_compiled = manifest is not None and bool(manifest.npu)
     if options.chunk_length is None and not (is_compiled or has_npu):
         return min(CPU_CHUNK_LENGTH, context_length)
-    wanted = options.chunk_length or (compiled_chunk_length(manifest) if manifest else DEFAULT_CHUNK_LENGTH)
+    wanted = usual_chunk_length(())
+    if options.chunk_lengths:
+        wanted = options.chunk_lengths[-1]
+    elif manifest is not None:
+        wanted = compiled_chunk_length(manifest)
     if wanted > context_length:
         raise ConfigError(
             f"`chunk_length` is {wanted}, longer than the context of {context_length}; choose a shorter one"
@@ -55,6 +59,11 @@ def choose_chunk_length(
 def compiled_chunk_length(manifest: Manifest) -> int:
     """Return the chunk length of an engine directory."""
     return usual_chunk_length({target.chunk_length for target in manifest.npu})
+
+
+def graph_lengths(options: EngineOptions, manifest: Manifest) -> tuple[int, ...]:
+    """Return the chunk lengths for which graphs on the NPU exist: the given ones, or those of the engine directory."""
+    return options.chunk_lengths or tuple(sorted({target.chunk_length for target in manifest.npu}))
 
 
 def usual_chunk_length(lengths: Collection[int]) -> int:

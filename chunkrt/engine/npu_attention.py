@@ -77,9 +77,11 @@ def near_plans(
     for window in options.npu_windows if names else ():
         past = min(window, context_length)
         seen: Mapping[str, int] = {**slots, "P": past}
-        near = with_static_attention(plan, [*names, *convolutions], seen, fits=fits)
-        found.append(_NearPlan(reach=past, plan=near))
-        if past == context_length:
+        slides = options.npu_sinks is not None and window == options.npu_windows[-1] and past < context_length
+        kept = options.npu_sinks if slides else None
+        near = with_static_attention(plan, [*names, *convolutions], seen, fits=fits, kept=kept)
+        found.append(_NearPlan(reach=context_length if slides else past, plan=near))
+        if found[-1].reach == context_length:
             return found
     if convolutions:
         near = with_static_attention(plan, convolutions, slots, fits=fits)
@@ -104,13 +106,14 @@ def npu_plans(
     return plans if context_length in plans else plans | {context_length: plan}
 
 
-ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "context_length")
+ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "npu_sinks", "context_length")
 """Names of the engine's options that determine how attention is compiled for the NPU."""
 
 
 def compiled_attention(options: EngineOptions, context_length: int) -> dict[str, str | int]:
     """Return the options with which attention is compiled for the NPU, for storage in an engine directory."""
-    return {name: getattr(options, name) for name in ATTENTION_OPTIONS} | {"context_length": context_length}
+    given = {name: getattr(options, name) for name in ATTENTION_OPTIONS} | {"context_length": context_length}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def attends_on_npu(plan: Plan, placement: Placement, options: EngineOptions) -> bool:

@@ -87,7 +87,7 @@ def _placement(name: str, value: Any) -> Any:
     return check_placement(value, name)
 
 
-def _windows(value: object) -> tuple[int, ...]:
+def _lengths(value: object) -> tuple[int, ...]:
     """Parse different positive whole numbers separated by commas, and return them sorted. Return an empty tuple if the
     value has another form.
     """
@@ -129,7 +129,7 @@ class LoadOptions(TypedDict, total=False):
     rotation: bool | None
     rounding: Rounding | None
     ops: tuple[str, ...] | str | None
-    chunk_length: int | None
+    chunk_length: str | int | None
     policy: str | Policy
     batcher: str | Batcher
     decode_on: DecodeOn
@@ -148,6 +148,7 @@ class LoadOptions(TypedDict, total=False):
     attention_math: AttentionMathChoice
     npu_window: str | int
     npu_graph: str
+    npu_sinks: int | None
     weights: KeptWeights
     soc: str | None
     on_npu_failure: OnNpuFailure | None
@@ -281,11 +282,13 @@ class EngineOptions:
         reads_flag=lambda given: given or None,
         is_repeatable=True,
     )
-    chunk_length: int | None = declared_option(
-        "--chunk",
-        "Tokens per chunk.  [default: 32 with an NPU, else 128; for an engine directory 32 if it was compiled, else "
-        "the longest compiled length]",
+    chunk_length: str | int | None = declared_option(
+        "--chunk TOKENS[,TOKENS...]",
+        "Tokens per chunk. Of several lengths, as in 1,8,32, the longest is that of chunks; the NPU runs fewer rows "
+        "with the smallest graph that holds them.  [default: 32 with an NPU, else 128; for an engine directory 32 if "
+        "it was compiled, else the longest compiled length, with the graphs of all shorter ones]",
         group="Execution",
+        must=(lambda value: bool(_lengths(value)), "numbers of tokens, at least 1, with commas between, as in 1,8,32"),
         is_planned=True,
     )
     policy: str | Policy = declared_option(
@@ -432,7 +435,7 @@ class EngineOptions:
         group="Devices",
         default=DEFAULT_NPU_WINDOW,
         must=(
-            lambda value: bool(_windows(value)),
+            lambda value: bool(_lengths(value)),
             "numbers of tokens, at least 1, with commas between, as in 512,2048",
         ),
         is_planned=True,
@@ -444,6 +447,15 @@ class EngineOptions:
         group="Devices",
         default="all",
         must=(lambda value: _graph_layers(value) != 0, "'all' or layers=N with N at least 1"),
+        is_planned=True,
+        needs=(_NPU, _NPU_ATTENTION),
+    )
+    npu_sinks: int | None = declared_option(
+        "--npu-sinks",
+        "When the history exceeds the longest --npu-window of W tokens, attention on the NPU sees this number of first "
+        "tokens and the last ones up to W. An approximation.  [default: the CPU attends to longer histories]",
+        group="Devices",
+        must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
         is_planned=True,
         needs=(_NPU, _NPU_ATTENTION),
     )
@@ -564,6 +576,11 @@ class EngineOptions:
             )
 
         self._check_npu_only()
+        if self.npu_sinks is not None and self.npu_sinks >= self.npu_windows[-1]:
+            raise ConfigError(
+                f"`npu_sinks` is {self.npu_sinks}, but must be smaller than the longest `npu_window`, "
+                f"{self.npu_windows[-1]}"
+            )
         if self.attention == "npu":
             if self.npu not in ("auto", "qnn"):
                 raise ConfigError(f"`attention='npu'` and `npu={self.npu!r}` contradict each other; try `npu='qnn'`")
@@ -589,9 +606,14 @@ class EngineOptions:
                 raise ConfigError("with `weights='npu-only'` the CPU cannot take over; omit `on_npu_failure`")
 
     @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """Lengths of `chunk_length` in tokens, shortest first; empty if none is given."""
+        return _lengths(self.chunk_length)
+
+    @property
     def npu_windows(self) -> tuple[int, ...]:
         """Windows of `npu_window` in tokens, shortest first."""
-        return _windows(self.npu_window)
+        return _lengths(self.npu_window)
 
     @property
     def graph_layers(self) -> int | None:

@@ -14,7 +14,7 @@ from chunkrt.backends.qnn import CompiledFor, QnnBackend, Soc, find_soc, has_npu
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
-from chunkrt.engine.model_options import with_cached_keys
+from chunkrt.engine.model_options import graph_lengths, with_cached_keys
 from chunkrt.engine.npu_attention import changed_options
 from chunkrt.engine.options import NPU_CHOICES, EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
@@ -235,6 +235,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         origin=origin,
         options=options.htp,
         limit_s=options.npu_timeout,
+        shorter_lengths=graph_lengths(options, manifest),
     )
     if backend.htp.is_emulated:
         _tell_of_emulation()
@@ -248,6 +249,7 @@ def _mind_settings(options: EngineOptions) -> None:
         f"`soc={options.soc!r}`": options.soc is not None,
         "`attention='npu'`": options.attention == "npu",
         "`weights='npu-only'`": options.weights == "npu-only",
+        f"`chunk_length={options.chunk_length!r}` with several lengths": len(options.chunk_lengths) > 1,
     }
     for setting in (setting for setting, is_given in given.items() if is_given):
         log.warning("%s has no effect, because %s serves as the NPU; try `npu='qnn'`", setting, what)

@@ -232,7 +232,7 @@ def _view(mapped: mmap.mmap, start: int, info: Mapping[str, Any]) -> NDArray[Any
 COLUMNS_PER_BLOCK = 16
 DEPTH_PER_GROUP = 4
 ZERO_OF_4_BITS = 8
-"""Stored value that represents 0 in a static linear of 4 bits, whose integers are -7 to 7."""
+"""Stored value that represents 0 in a static linear of 4 bits, whose integers are -8 to 7."""
 
 
 def packed_shape(depth: int, columns: int) -> tuple[int, int, int, int]:

@@ -23,6 +23,11 @@ PAST_SLOTS = "past_slots"
 for a convolution, the number of rows of its state.
 """
 
+KEPT_SLOTS = "kept_slots"
+"""Attribute of static attention that slides: number of first positions that each row sees, in addition to the last
+`past_slots` - `kept_slots` positions up to its own. Without it, a row sees all positions up to its own.
+"""
+
 CONVOLUTION = "short_conv"
 """The kind of linear attention that can be static."""
 
@@ -51,7 +56,12 @@ def is_convolution(node: Node) -> bool:
 
 
 def with_static_attention(
-    plan: Plan, nodes: Collection[str], slots: Mapping[str, int], *, fits: Callable[[Subgraph], bool]
+    plan: Plan,
+    nodes: Collection[str],
+    slots: Mapping[str, int],
+    *,
+    fits: Callable[[Subgraph], bool],
+    kept: int | None = None,
 ) -> Plan:
     """Move attention to the NPU, and fuse it with adjacent subgraphs on the NPU.
 
@@ -60,8 +70,10 @@ def with_static_attention(
         nodes: the names of nodes that become static: attention over caches, and convolutions.
         slots: number of slots by symbol, "P" for caches and "W" for rings; convolutions need none.
         fits: returns whether a subgraph is small enough to be one graph on the NPU.
+        kept: number of first positions that attention keeps in sight when the history exceeds the slots "P"; None if
+            the plan does not run with longer histories.
     """
-    subgraphs = tuple(_static(s, plan, nodes, slots) for s in plan.subgraphs)
+    subgraphs = tuple(_static(s, plan, nodes, slots, kept) for s in plan.subgraphs)
     plan = replace(plan, subgraphs=subgraphs)
     made: list[Subgraph] = []
     for device, group in groupby(subgraphs, key=lambda s: (s.device, s.rows)):
@@ -125,12 +137,30 @@ def static_slots(node: Node) -> int:
     return int(str(node.attributes.get(PAST_SLOTS, 0)))
 
 
+def kept_slots(node: Node) -> int | None:
+    """Return the number of first positions that a node's attention keeps in sight; None if it does not slide."""
+    kept = node.attributes.get(KEPT_SLOTS)
+    return None if kept is None else int(str(kept))
+
+
+def without_sliding(subgraph: Subgraph) -> Subgraph:
+    """Return a subgraph whose attention does not slide. Its compiled graph is the same, because masks are inputs."""
+
+    def fixed(node: Node) -> Node:
+        attributes = {name: value for name, value in node.attributes.items() if name != KEPT_SLOTS}
+        return replace(node, attributes=attributes)
+
+    return replace(subgraph, nodes=tuple(map(fixed, subgraph.nodes)))
+
+
 def _is_attention(subgraph: Subgraph) -> bool:
     others = {node.op for node in subgraph.nodes if not can_be_static(node)}
     return any(map(can_be_static, subgraph.nodes)) and others <= {HEAD_NORM_OP}
 
 
-def _static(subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mapping[str, int]) -> Subgraph:
+def _static(
+    subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mapping[str, int], kept: int | None
+) -> Subgraph:
     if not (_is_attention(subgraph) and any(node.name in nodes for node in subgraph.nodes)):
         return subgraph
 
@@ -138,10 +168,12 @@ def _static(subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mappi
         if not can_be_static(node):
             return node
         if is_convolution(node):
-            past = int(plan.tensors[node.inputs[5]].shape[1])
-        else:
-            past = slots[str(plan.tensors[node.inputs[5]].shape[1])]
-        return replace(node, attributes={**node.attributes, PAST_SLOTS: past})
+            return replace(node, attributes={**node.attributes, PAST_SLOTS: plan.tensors[node.inputs[5]].shape[1]})
+        symbol = str(plan.tensors[node.inputs[5]].shape[1])
+        attributes = {**node.attributes, PAST_SLOTS: slots[symbol]}
+        if symbol == "P" and kept is not None:
+            attributes[KEPT_SLOTS] = 0 if node.attributes["window"] else kept
+        return replace(node, attributes=attributes)
 
     return replace(subgraph, device="npu", nodes=tuple(map(static, subgraph.nodes)))
 

@@ -28,7 +28,7 @@ Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
 `quantize_rows`.
 """
 
-MOST_4_BIT, MOST_MULTIPLIER = 7, 16
+LEAST_4_BIT, MOST_4_BIT, MOST_MULTIPLIER = -8, 7, 16
 
 COLUMNS_AT_ONCE = 1024
 """Number of output channels that are quantised at once, which bounds the temporary copies of a large linear."""
@@ -98,15 +98,15 @@ def quantize_weight_in_blocks(
     """Quantise a weight to 4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are integer multiples of
     their column's scale.
 
-    A block takes the multiplier with the least squared error; the block with a column's largest weight always takes 16.
-    Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
+    A block takes the multiplier with the least squared error; the block that needs a column's largest step always takes
+    16. Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
 
     Args:
         weight: float32 [K, N], as in `X @ W`; any strides.
 
     Returns:
-        int8 [K, N], the products q * multiplier, at most 112 in magnitude; float32 scales [N], weight ~ product *
-        scale; and the multipliers, int8 [ceil(K / BLOCK_LENGTH), N] in 1..16.
+        int8 [K, N], the products q * multiplier, -128 to 112; float32 scales [N], weight ~ product * scale; and the
+        multipliers, int8 [ceil(K / BLOCK_LENGTH), N] in 1..16.
 
     Raises:
         QuantizationError: a weight is infinite or not a number.
@@ -118,15 +118,16 @@ def quantize_weight_in_blocks(
     scale = np.empty(columns, np.float32)
     for begin in range(0, columns, COLUMNS_AT_ONCE):
         part = slice(begin, begin + COLUMNS_AT_ONCE)
-        limit = _column_limits(weight[:, part], name)
-        scale[part] = limit / np.float32(MOST_4_BIT * MOST_MULTIPLIER)
-        padded = np.zeros((num_blocks * BLOCK_LENGTH, len(limit)), np.float32)
-        padded[:depth] = weight[:, part] / np.where(scale[part] > 0, scale[part], np.float32(1))
+        _column_limits(weight[:, part], name)
+        padded = np.zeros((num_blocks * BLOCK_LENGTH, weight[:, part].shape[1]), np.float32)
+        padded[:depth] = weight[:, part]
+        scale[part] = reach_of(padded, axis=0) / np.float32(MOST_MULTIPLIER)
+        padded /= np.where(scale[part] > 0, scale[part], np.float32(1))
         blocks = padded.reshape(num_blocks, BLOCK_LENGTH, -1)
-        widest = np.abs(blocks).max(axis=1)
+        widest = reach_of(blocks, axis=1)
         least = np.full(widest.shape, np.inf, np.float32)
         for multiplier in range(1, MOST_MULTIPLIER + 1):
-            rounded = np.rint(blocks / np.float32(multiplier)).clip(-MOST_4_BIT, MOST_4_BIT) * np.float32(multiplier)
+            rounded = np.rint(blocks / np.float32(multiplier)).clip(LEAST_4_BIT, MOST_4_BIT) * np.float32(multiplier)
             error = np.square(rounded - blocks).sum(axis=1)
             if multiplier == MOST_MULTIPLIER:
                 error[widest == widest.max(axis=0)] = -1
@@ -135,6 +136,12 @@ def quantize_weight_in_blocks(
             multipliers[:, part][better] = multiplier
             products[:, :, part] = np.where(better[:, None], rounded, products[:, :, part])
     return products.reshape(-1, columns)[:depth], scale, multipliers
+
+
+def reach_of(blocks: NDArray[Any], axis: int) -> NDArray[Any]:
+    """Return the smallest step with which 4-bit integers reach all values of each block."""
+    reach: NDArray[Any] = np.maximum(blocks.max(axis=axis) / MOST_4_BIT, blocks.min(axis=axis) / LEAST_4_BIT)
+    return reach
 
 
 def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> BlockTensor:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
-from chunkrt.quant.arithmetic import MOST, MOST_4_BIT, MOST_MULTIPLIER, Integers
+from chunkrt.quant.arithmetic import LEAST_4_BIT, MOST, MOST_4_BIT, MOST_MULTIPLIER, Integers, reach_of
 from chunkrt.quant.scheme import BLOCK_LENGTH
 
 Float32 = NDArray[np.float32]
@@ -29,21 +29,21 @@ others smaller steps.
 
 
 def round_in_blocks(weight: Float32, products: Float64) -> Integers:
-    """Round a weight like `quantize_weight_in_blocks`, with compensation. Here, too, the block with a column's largest
-    weight takes the multiplier 16.
+    """Round a weight like `quantize_weight_in_blocks`, with compensation. Here, too, the block that needs a column's
+    largest step takes the multiplier 16.
 
     Args:
         weight: float32 [K, N], finite.
         products: X^T X of the linear's inputs X [T, K], float64 [K, K].
     """
     rows = _Rows(weight, products)
-    widest = np.abs(weight).argmax(axis=0) // BLOCK_LENGTH
+    widest = np.argmax([reach_of(weight[block], axis=0) for block in rows.blocks(BLOCK_LENGTH)], axis=0)
     scale = _column_scales(rows, widest)
     values = np.empty(weight.shape, np.int8)
     multipliers = np.ones((-(-len(weight) // BLOCK_LENGTH), weight.shape[1]), np.int8)
     for index, block in enumerate(rows.blocks(BLOCK_LENGTH)):
         factor, _ = _multipliers(rows.left[block] / scale, rows.importance[block], widest == index)
-        values[block] = rows.round(block, scale * factor, 0.0, -MOST_4_BIT, MOST_4_BIT) * factor
+        values[block] = rows.round(block, scale * factor, 0.0, LEAST_4_BIT, MOST_4_BIT) * factor
         multipliers[index] = factor
     scale = np.where(np.abs(weight).max(axis=0) > 0, scale, 0.0)  # a grid of outputs depends on the largest scale
     return Integers(values, scale.astype(np.float32), multipliers)
@@ -105,9 +105,9 @@ def _column_scales(rows: _Rows, widest: NDArray[np.int64]) -> Float64:
     """Return the scale of each column with the least error of nearest rounding, float64 [N].
 
     Args:
-        widest: the block with the largest weight of each column.
+        widest: the block of each column that needs the largest step.
     """
-    largest = np.abs(rows.left).max(axis=0) / (MOST_4_BIT * MOST_MULTIPLIER)
+    largest = reach_of(rows.left, axis=0) / MOST_MULTIPLIER
     largest = np.where(largest > 0, largest, 1.0).astype(np.float32).astype(np.float64)
     least, best = np.full(largest.shape, np.inf), largest
     for share in SHARES:
@@ -124,11 +124,11 @@ def _multipliers(block: Float64, importance: Float64, is_widest: NDArray[np.bool
     """Return the multiplier of each column of a block with the least error, and this error, float64 [N]. Columns for
     which `is_widest` is True take the largest multiplier.
     """
-    widest = np.abs(block).max(axis=0) / MOST_4_BIT
+    widest = reach_of(block, axis=0)
     least, best = np.full(block.shape[1], np.inf), np.ones(block.shape[1])
     for share in SHARES:
         multiplier = np.where(is_widest, MOST_MULTIPLIER, np.ceil(widest * share).clip(1, MOST_MULTIPLIER))
-        rounded = np.rint(block / multiplier).clip(-MOST_4_BIT, MOST_4_BIT) * multiplier
+        rounded = np.rint(block / multiplier).clip(LEAST_4_BIT, MOST_4_BIT) * multiplier
         error = (importance * np.square(rounded - block)).sum(axis=0)
         least, best = np.minimum(error, least), np.where(error < least, multiplier, best)
     return best, least

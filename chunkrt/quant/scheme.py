@@ -37,7 +37,7 @@ class Scheme:
     """One named way to quantise the linears. Patterns match the names of their weights.
 
     weight_bits: 8, symmetric int8 per output channel, w ~ q * scale with q in [-127, 127]. 4, blocks of BLOCK_LENGTH
-        along the depth: w ~ q * multiplier * scale, q in [-7, 7], a whole multiplier of 1 to 16 for each block and a
+        along the depth: w ~ q * multiplier * scale, q in [-8, 7], a whole multiplier of 1 to 16 for each block and a
         scale for each output channel; CPUs multiply by q * multiplier, which fits int8. None: float32. With dynamic
         activations 4 means a checkpoint's own blocks (GGUF's Q4_0 and Q4_1), kept unchanged: w = q * scale + minimum, q
         in [0, 15], a scale and a minimum for each 32 weights of an output channel. Weights that were never quantised

@@ -77,7 +77,7 @@ def read_source(path: Path, name: str) -> Source:
     if _is_header(data):  # without rows
         data = _experiment_rows(path)
     if isinstance(data, dict) and "traceEvents" in data:
-        title, records = parse_trace(data, path)
+        title, records, _ = parse_trace(data, path)
         return _trace(title, records, name)
     read = reader_of(data)
     if read is None:

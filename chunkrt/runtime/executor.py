@@ -60,6 +60,7 @@ class Executor:
         chunks_in_flight: number of chunk slots, at least 1; by default the number that `chunk_slots` returns.
         cpus: CPUs that tasks run on, in any thread; by default those that the thread may use.
         reach: the last position at which a chunk may begin, if the subgraphs support only a limited history.
+        graph_lengths: see `Pipeline.graph_lengths`.
         origin: "emulated" if one of the processors is emulated.
 
     Raises:
@@ -78,6 +79,7 @@ class Executor:
         chunks_in_flight: int | None = None,
         cpus: Collection[int] | None = None,
         reach: int | None = None,
+        graph_lengths: tuple[int, ...] = (),
         origin: Origin = "measured",
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
@@ -124,6 +126,7 @@ class Executor:
             chunk_length=chunk_length,
             num_slots=num_slots,
             slot_bytes=layout.num_bytes,
+            graph_lengths=graph_lengths,
             origin=origin,
         )
         """Description shared by the records of chunks that a stream computed."""

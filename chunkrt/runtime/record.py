@@ -51,6 +51,8 @@ class Pipeline:
         num_slots: number of chunk slots, which is the maximum number of chunks in flight.
         slot_bytes: bytes of one slot.
         policy: name of the policy.
+        graph_lengths: numbers of rows for which the NPU has graphs, shortest first; empty if it has one graph, for the
+            chunk length.
         origin: source of the times.
     """
 
@@ -60,7 +62,12 @@ class Pipeline:
     chunk_length: int
     num_slots: int
     slot_bytes: int
+    graph_lengths: tuple[int, ...] = ()
     origin: Origin = "unknown"
+
+    def rows_on_npu(self, num_tokens: int) -> int:
+        """Return the number of rows that the NPU computes for a chunk with a number of tokens, including padding."""
+        return next((length for length in self.graph_lengths if num_tokens <= length), self.chunk_length)
 
     def __repr__(self) -> str:
         """Return the number of stages, with the processors, the policy and the slots."""

@@ -16,12 +16,12 @@ void check_unpack(UnpackFunction* function, std::size_t depth, std::size_t block
   std::vector<std::uint8_t> packed(blocks * depth_blocks * kUnpackBlockBytes);
   std::vector<std::uint8_t> multipliers(blocks * depth_blocks * 16);
   for (std::size_t i = 0; i < multipliers.size(); ++i) {
-    multipliers[i] = static_cast<std::uint8_t>((drawn[i] & 15) + 1);
+    multipliers[i] = static_cast<std::uint8_t>((drawn[i] >> 4 & 15) + 1);
   }
   std::vector<std::int8_t> expected(columns * groups * 4);
   for (std::size_t k = 0; k < depth_blocks * 32; ++k) {
     for (std::size_t n = 0; n < columns; ++n) {
-      const int q = (drawn[k * columns + n] & 255) % 15 + 1;
+      const int q = drawn[k * columns + n] & 15;
       const std::size_t block = n / 16 * depth_blocks + k / 32;
       std::uint8_t& byte = packed[((block * 4 + k % 32 / 8) * 16 + n % 16) * 4 + k % 4];
       byte = static_cast<std::uint8_t>(byte | (k % 8 < 4 ? q : q << 4));

@@ -1,12 +1,14 @@
 """Attention over a static window on the emulated NPU: compared with float64, and engines compared with the CPU's."""
 
 import functools
+import json
 import logging
 
 import numpy as np
 import pytest
 from constants import Constants
 from fixture_checkpoints import checkpoint, input_ids
+from float64_llama import float64_logits, sliding_mask
 from states import saved_arrays
 
 import chunkrt
@@ -17,7 +19,7 @@ from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine_directory.manifest import CONTEXTS
 from chunkrt.errors import BackendError, ConfigError
-from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor, linear_weights
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.request import Request
 
@@ -53,11 +55,24 @@ class OneAttention:
     """One node over a number of past slots: its plan, its state and its result in float64."""
 
     def __init__(
-        self, heads, kv_heads, dim, past, *, rotary=None, window=0, capacity=2200, soft_cap=0.0, sinks=(), seed=0
+        self,
+        heads,
+        kv_heads,
+        dim,
+        past,
+        *,
+        rotary=None,
+        window=0,
+        capacity=2200,
+        soft_cap=0.0,
+        sinks=(),
+        kept=None,
+        seed=0,
     ):
         rng = np.random.default_rng(seed)
         rotary = rotary or dim
         self.heads, self.kv_heads, self.dim, self.rotary, self.window = heads, kv_heads, dim, rotary, window
+        self.past, self.kept = past, kept
         slots = past if window else capacity
         angles = np.outer(np.arange(capacity), 10000.0 ** (-np.arange(0, rotary, 2) / rotary))
         self.tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
@@ -95,6 +110,7 @@ class OneAttention:
                 "window": window,
                 "past_slots": past,
                 **({"soft_cap": soft_cap} if soft_cap else {}),
+                **({} if kept is None else {"kept_slots": kept}),
             },
         )
         self.subgraph = Subgraph(
@@ -149,6 +165,8 @@ class OneAttention:
         sees = place <= row
         if self.window:
             sees &= place > row - self.window
+        if self.kept is not None:
+            sees &= (place < self.kept) | (place > row - (self.past - self.kept))
         if self.soft_cap:
             scores = self.soft_cap * np.tanh(scores / self.soft_cap)
         scores = np.where(sees, scores, -np.inf)
@@ -305,6 +323,45 @@ def test_only_new_history_enters(window, tmp_path, monkeypatch):
     assert np.any(one.run(executable, one.rows(1), 128, history=3) != last), "what it keeps is another history's"
 
 
+@pytest.mark.parametrize(
+    ("past", "kept"), [(64, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, 0), (48, 1), (33, 31)])]
+)
+def test_window_slides_over_longer_histories(past, kept, tmp_path):
+    """Each row sees the first positions and the last ones up to its own, at their true positions."""
+    one = OneAttention(4, 2, 16, past, kept=kept)
+    executable = one.compile(tmp_path)
+    for position in (0, 1, kept, past - 1, past, past + 1, 2 * past - kept, 3 * past + 5, 2000):
+        for num_rows in (1, 7, ROWS):
+            one.check(executable, position, num_rows)
+
+
+def test_only_new_history_enters_a_window_that_slides(tmp_path, monkeypatch):
+    one = OneAttention(4, 2, 16, 64, kept=4)
+    executable = one.compile(tmp_path)
+    entered, enter_at = [], BoundBuffers.enter_at
+
+    def noted(place, name, slots, array):
+        entered.extend(slots if name == "keys" else [])
+        enter_at(place, name, slots, array)
+
+    monkeypatch.setattr(BoundBuffers, "enter_at", noted)
+    for position, num_rows, history, missing, num_entered in [
+        (0, 32, 1, 0, 32),
+        (32, 32, 1, 0, 32),
+        (64, 32, 1, 0, 32),
+        (96, 1, 1, 0, 1),
+        (100, 3, 1, 3, 6),  # another processor continued
+        (303, 1, 1, 200, 61),  # for longer than the window
+        (50, 5, 2, 50, 55),  # the state was rewound, and continued
+        (90, 5, 3, 90, 69),
+    ]:
+        one.append(position - missing, missing)
+        entered.clear()
+        one.check(executable, position, num_rows, history)
+        assert len(entered) == num_entered
+        one.learn(position, num_rows)
+
+
 @pytest.fixture(scope="module")
 def load(own_home):
     """Return a function that loads a tiny checkpoint with a calibration of its own prompt."""
@@ -374,6 +431,45 @@ def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, 
     assert relative_error(found, with_attention_on_the_cpu(name, num_tokens, num_decoded)) < LOGIT_TOLERANCE
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": "npu-only"}, {"npu_graph": "layers=1", "chunk_length": "1,8,32"}])
+@pytest.mark.parametrize("sinks", [4, pytest.param(0, marks=pytest.mark.slow)])
+def test_sliding_decoder_equals_float64(load, tmp_path, options, sinks):
+    """The prompt is three times as long as the window; chunk lengths do not matter. The reference is a decoder in
+    float64, with the same integers as weights, whose rows see the same positions.
+    """
+    decoder, path = plan_checkpoint(checkpoint("llama_gqa"), {}), tmp_path / "same tokens.npz"
+    digest = weights_digest(decoder.source)
+    calibrate(decoder.plan, decoder.load, tokens_of(96), model="same tokens", weights=digest).save(path)
+    options = {**options, "npu_window": "16,32", "npu_sinks": sinks, "calibration": path}
+    with load("llama_gqa", attention="npu", **options) as engine:
+        assert engine.loaded.scheduler.executors.prompts in engine.loaded.scheduler.executors.near
+        found = tell(engine, 96, 0)
+        stored = {name: engine.loaded.weights.linear(name) for name in linear_weights(engine.plan)}
+    tensors = decoder.plan.tensors.values()
+    weights = {t.name: decoder.load(t.name).astype(np.float64) for t in tensors if t.kind == "weight"}
+    weights |= {name: integers * scale.astype(np.float64) for name, (integers, scale) in stored.items()}
+    config, tokens = json.loads((checkpoint("llama_gqa") / "config.json").read_text()), tokens_of(96)
+    expected = float64_logits(config, weights, tokens, sliding_mask(96, 32, sinks))
+    whole = float64_logits(config, weights, tokens)
+    assert relative_error(found, expected) < LOGIT_TOLERANCE
+    assert relative_error(found[32:], whole[32:]) > 4 * relative_error(found[32:], expected[32:])
+
+
+def test_sliding_window_needs_no_other_contexts(load):
+    """Masks are inputs, so the graphs of a window are the same whether it slides or not."""
+    given = {"attention": "npu", "npu_window": 32, "npu_graph": "layers=1"}
+    load("llama_gqa", **given).close()
+    with load("llama_gqa", npu_sinks=4, **given) as engine:
+        assert engine.loaded.npu_backend.num_compiled == 0
+
+
+def test_layers_with_a_window_do_not_see_the_first_tokens(load, with_attention_on_the_cpu):
+    """Every layer has a window, in a ring that the graph reads completely, so nothing is approximated."""
+    with load("mistral_window_5", attention="npu", npu_window=32, npu_sinks=4) as engine:
+        found = tell(engine)
+    assert relative_error(found, with_attention_on_the_cpu("mistral_window_5")) < LOGIT_TOLERANCE
+
+
 def test_complete_decoder_is_one_graph(load):
     with load("llama_gqa", attention="npu", npu_window=128) as engine:
         lanes = engine.loaded.scheduler.executors
@@ -436,6 +532,9 @@ def test_npu_only_keeps_no_cpu_copy_of_weights(load, monkeypatch):
         ({"npu_window": "512;4"}, "npu_window"),
         ({"npu_graph": "layers=0"}, "npu_graph"),
         ({"npu_graph": "2"}, "npu_graph"),
+        ({"npu_sinks": -1}, "`npu_sinks` is -1"),
+        ({"npu_sinks": 1.5}, r"`npu_sinks` is 1\.5"),
+        ({"npu_sinks": 64, "npu_window": "32,64"}, "must be smaller than the longest `npu_window`, 64"),
         ({"weights": "npu"}, "npu-only"),
         ({"weights": "npu-only", "npu": "native"}, "contradict"),
         ({"weights": "npu-only", "on_npu_failure": "fallback"}, "the CPU cannot take over"),

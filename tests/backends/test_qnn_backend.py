@@ -3,6 +3,7 @@
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,9 +11,9 @@ import pytest
 
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.qnn import backend as backend_module
-from chunkrt.backends.qnn import executable as executable_module
 from chunkrt.backends.qnn import model as model_module
 from chunkrt.backends.qnn.executable import Context, QnnExecutable
+from chunkrt.backends.qnn.htp_support import FEW_ROWS, graph_rows
 from chunkrt.backends.qnn.library import open_session
 from chunkrt.backends.qnn.model import npu_model
 from chunkrt.engine_directory.store import OUTPUT_STEP_SUFFIX, WeightStore
@@ -187,7 +188,7 @@ def test_loaded_context_gives_the_bits_of_its_compiler(backend, decoder, scheme,
         def open_context(inputs, outputs, num_places, session=session):
             return Context(subgraph.name, session, inputs, outputs, lambda run: run(), num_places=num_places)
 
-        QnnExecutable(subgraph, plan, CHUNK, open_context).run(call.inputs, call.outputs)
+        QnnExecutable(subgraph, plan, CHUNK, {graph_rows(CHUNK, scheme): open_context}).run(call.inputs, call.outputs)
         results.append(call.result_bits())
     assert results[0] == results[1]
 
@@ -216,18 +217,81 @@ def layer_error(backend, decoder, chunk_length):
     return max(relative_error(call.outputs[name], expected.outputs[name]) for name in subgraph.outputs)
 
 
-@pytest.mark.sampled(chunk_length=[1, 16, 17, 64])
-@pytest.mark.parametrize("chunk_length", [1, 2, 15, 16, 17, 31, 32, 33, 64])
+@pytest.mark.sampled(chunk_length=[1, 8, 16, 64])
+@pytest.mark.parametrize("chunk_length", [1, 2, 3, 8, 9, 16, 31, 32, 33, 64])
 def test_every_chunk_length_is_computed_correctly(backend, decoder, chunk_length):
     assert layer_error(backend, decoder, chunk_length) < 2.0**-8
 
 
 def test_sixteen_rows_are_padded_because_of_a_compiler_bug(backend, decoder, monkeypatch):
     """If this test fails, the compiler has been fixed, and `graph_rows` can be removed."""
-    for module in (backend_module, executable_module, model_module):
-        monkeypatch.setattr(module, "graph_rows", lambda rows: rows)
+    compile_all_row_counts(monkeypatch)
     assert layer_error(backend, decoder, 16) > 0.5
     assert layer_error(backend, decoder, 15) < 2.0**-8
+
+
+def compile_all_row_counts(monkeypatch):
+    for module in (backend_module, model_module):
+        monkeypatch.setattr(module, "graph_rows", lambda rows, scheme: rows)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in STATIC if scheme.activation_bits == 16], ids=lambda s: s.name)
+def test_few_rows_have_the_bits_of_a_large_graph(backend, decoder, scheme, monkeypatch):
+    """Graphs of one row do not, so they are not used."""
+    subgraph, weights = decoder.plan.static_subgraphs[1], decoder.weights[scheme.name]
+    recording = Recording(decoder.plan, scheme, weights, 32)
+
+    def results(rows):
+        executable = backend.compile(subgraph, decoder.plan, rows, scheme, weights)
+        found = []
+        for position in range(0, 32, rows):
+            call = recording.call(subgraph, position, rows)
+            executable.run(call.inputs, call.outputs)
+            found.append(np.hstack([call.outputs[name] for name in subgraph.outputs]))
+        return np.concatenate(found)
+
+    expected = results(32)
+    for rows in FEW_ROWS:
+        np.testing.assert_array_equal(results(rows), expected)
+    compile_all_row_counts(monkeypatch)
+    assert np.any(results(1) != expected)
+
+
+@by_name
+def test_smallest_graph_that_holds_the_rows_is_run(decoder, scheme, tmp_path, monkeypatch):
+    """With 8-bit activations all graphs have multiples of 32 rows."""
+    ran = []
+
+    def spied(htp, soc, model, **options):
+        session = open_session(htp, soc, model, **options)
+        return session if "write_context" in options else CountedSession(session, Path(model).parent.name, ran)
+
+    monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", spied)
+    backend = QnnBackend(SOC, contexts=tmp_path / "contexts", shorter_lengths=(1, 8, 32))
+    subgraph, weights = decoder.plan.static_subgraphs[1], decoder.weights[scheme.name]
+    executable = backend.compile(subgraph, decoder.plan, 33, scheme, weights)
+    assert executable.fixed_length is None
+    recording = Recording(decoder.plan, scheme, weights, 33)
+    expected = recording.call(subgraph, 0, 33)
+    executable.run(expected.inputs, expected.outputs)
+    for num_rows in (32, 9, 8, 3, 2, 1):
+        call = recording.call(subgraph, 0, num_rows)
+        executable.run(call.inputs, call.outputs)
+        for name, found in call.outputs.items():
+            np.testing.assert_array_equal(found, expected.outputs[name][:num_rows])
+    few = [8, 8, 2, 2] if scheme.activation_bits == 16 else [32] * 4
+    assert [int(name.split("-r")[1].split("-")[0]) for name in ran] == [64, 32, 32, *few]
+
+
+class CountedSession:
+    """A session that notes the name of its context at each run."""
+
+    def __init__(self, session, name, ran):
+        self.io_binding, self._run, self._name, self._ran = session.io_binding, session.run_with_iobinding, name, ran
+
+    def run_with_iobinding(self, binding):
+        self._ran.append(self._name)
+        self._run(binding)
 
 
 class SpiedSession:

@@ -337,7 +337,10 @@ def test_key_depends_on_all_sources(engine, qnn, tmp_path):
     ]
     assert len(set(keys)) == len(keys)
     assert keys[0].startswith("SM8650-w8a16-r32-static.0-")
-    assert keys[0] == qnn().key(subgraph, plan, 1, SCHEME, weights)  # also a graph of 32 rows
+    assert keys[0] == qnn().key(subgraph, plan, 9, SCHEME, weights)  # also a graph of 32 rows
+    few = [qnn().key(subgraph, plan, length, SCHEME, weights) for length in (1, 2, 3, 8)]
+    assert [key.split("-")[2] for key in few] == ["r2", "r2", "r8", "r8"]
+    assert len({*few, keys[0]}) == 3
 
 
 def changed_weights(subgraph, weights):

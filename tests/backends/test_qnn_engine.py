@@ -375,7 +375,7 @@ def test_chunk_that_exceeds_float16_runs_on_the_cpu_and_no_other(model, native, 
 @pytest.fixture
 def damaged(model, engine, own_home):
     """Corrupt static.1's context, while its record still matches; it is restored afterwards."""
-    (folder,) = (own_home / "contexts").glob("SM8650-w8a16-r32-static.1-*")
+    (folder,) = (own_home / "contexts").glob("SM8650-w8a16-r8-static.1-*")
     (binary,) = folder.glob("*.bin")
     record = folder / "context.json"
     kept = binary.read_bytes(), record.read_text()

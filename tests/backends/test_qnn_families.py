@@ -1,4 +1,6 @@
-"""A static subgraph of every family on the emulated NPU: it is compiled completely, and equals the reference."""
+"""A static subgraph of every family on the emulated NPU: it is compiled completely, and equals the reference. Graphs of
+few rows have the same bits.
+"""
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from run_up_to import run_up_to
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.qnn.htp_support import FEW_ROWS
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
@@ -72,9 +75,17 @@ def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
         assert {node.op for node in subgraph.nodes} >= OPERATORS_OF[name] | {"MatMul"}
         assert {node.op for node in subgraph.nodes} & {"LayerNormalization", "RMSNormalization"}
         backend = QnnBackend(find_soc("SM8650"), contexts=tmp_path / "contexts")
-        executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.loaded.weights)
+        executable, *small = (
+            backend.compile(subgraph, engine.plan, rows, engine.scheme, engine.loaded.weights)
+            for rows in (CHUNK, *FEW_ROWS)
+        )
     found = {output: np.zeros_like(values[output]) for output in subgraph.outputs}
     executable.run({given: values[given] for given in subgraph.inputs}, found)
     for output in subgraph.outputs:
         off = np.sqrt(np.mean((found[output] - values[output]) ** 2) / np.mean(values[output] ** 2))
         assert off < TOLERANCE, f"{output} is off by {off:.5f} of its root mean square"
+    for rows, each in zip(FEW_ROWS, small, strict=True):
+        same = {output: np.zeros_like(values[output][:rows]) for output in subgraph.outputs}
+        each.run({given: values[given][:rows] for given in subgraph.inputs}, same)
+        for output in subgraph.outputs:
+            np.testing.assert_array_equal(same[output], found[output][:rows], err_msg=f"{output}, {rows} rows")

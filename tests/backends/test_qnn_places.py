@@ -56,7 +56,7 @@ def made() -> tuple[QnnExecutable, FakeSession]:
         call = lambda function: calls.call(function, TIMEOUT)  # noqa: E731
         return Context("static.0", session, inputs, outputs, call, num_places=num_places)
 
-    return QnnExecutable(subgraph, plan, ROWS, open_context), session
+    return QnnExecutable(subgraph, plan, ROWS, {ROWS: open_context}), session
 
 
 class Call(threading.Thread):

@@ -3,7 +3,7 @@
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,9 +14,11 @@ from shared_runs import shared_records
 from trace_checker import CheckedTrace
 from virtual_record import virtual_record
 
+from chunkrt.backends.fallback import NpuState
 from chunkrt.runtime.record import ChunkRecord, SegmentRecord
-from chunkrt.runtime.trace.file import read_trace, write_trace
+from chunkrt.runtime.trace.file import read_trace, read_trace_file, write_trace
 from chunkrt.runtime.trace.idle import CAUSES
+from chunkrt.runtime.trace.shared import packing
 
 GGUF = checkpoint("llama_biased_gguf")
 PROMPT = "hello trace " * 8
@@ -148,6 +150,48 @@ def test_trace_reports_padding_of_the_npu(command, tmp_path):
         "7.0 of 8 rows a chunk on average, 50.0% of the chunks held more than one of 2 sequences, "
         "12.5% of the NPU's rows were padding"
     ) in finished.out
+
+
+@pytest.mark.parametrize(("lengths", "padding"), [((), 1 - 14 / 16), ((2, 4, 8), 1 - 14 / 16), ((6, 8), 0)])
+def test_padding_is_that_of_the_smallest_graph_for_the_rows(tmp_path, lengths, padding):
+    record = virtual_record(npu_and_cpu(), num_chunks=2)
+    chunks = [
+        ChunkRecord(0, (SegmentRecord(0, 0, 8),)),
+        ChunkRecord(1, (SegmentRecord(0, 8, 5), SegmentRecord(1, 0, 1))),
+    ]
+    record = replace(record, chunks=chunks, pipeline=replace(record.pipeline, graph_lengths=lengths))
+    write_trace(tmp_path / "out.json", [record], "toy")
+    (back,) = read_trace(tmp_path / "out.json")
+    assert back.pipeline == record.pipeline
+    assert packing([back]).padding == padding
+
+
+def test_trace_shows_the_state_of_the_npu(command, tmp_path):
+    states = [NpuState(), NpuState(status="lost", failures=2, restored=1, fallbacks=9, error="SSR: no DSP")]
+    write_trace(tmp_path / "out.json", [virtual_record(npu_and_cpu())], "toy", states)
+    lines = command("trace", tmp_path / "out.json").out.splitlines()
+    assert lines[-3:] == [
+        "NPU: ok, 0 failures, restored 0 times, 0 tasks computed by the CPU",
+        "",
+        "NPU: lost, 2 failures, restored 1 times, 9 tasks computed by the CPU; last error: SSR: no DSP",
+    ]
+    found = json.loads(command("trace", tmp_path / "out.json", "--json").out)["npu"]
+    assert found == [asdict(state) for state in states]
+
+
+def test_trace_of_a_run_on_an_npu_has_its_state(command, monkeypatch, tmp_path):
+    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    path = tmp_path / "out.json"
+    finished = command("run", GGUF, "-p", "hello trace", "-n", 2, "--npu", "qnn", "--chunk", "2,8", "--trace", path)
+    assert finished.status == 0, finished.err
+    assert read_trace_file(path).npu == [NpuState()]
+    assert read_trace(path)[0].pipeline.graph_lengths == (2, 8)
+    assert "NPU: ok, 0 failures" in command("trace", path).out
+
+
+def test_traces_without_an_npu_have_no_state_of_one(traced):
+    assert read_trace_file(traced).npu == []
 
 
 def test_timeline_has_a_row_per_sequence(command, shared, tmp_path):

@@ -42,7 +42,7 @@ pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxrunt
 
 CHECKPOINT = checkpoint("llama_biased_gguf")
 TOKENS = input_ids("llama_biased_gguf")[:20]
-COMPILED_FOR = [("SM8650", 8), ("SM8650", 32), ("SM8750", 8), ("SM8750", 32)]
+COMPILED_FOR = [("SM8650", 16), ("SM8650", 32), ("SM8750", 16), ("SM8750", 32)]
 STATIC = ("static.0", "static.1", "static.2")
 FILES = {"engine.json", "plan.json", "weights.safetensors", "tokenizer.json", "text.json"}
 CONTEXT = {"context.json", "context.onnx", "context_qnn.bin"}
@@ -73,9 +73,9 @@ def files_of(folder):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """An engine directory for two SoCs and two chunk lengths, and its description."""
+    """An engine directory for two SoCs and two chunk lengths, which share their graphs, and its description."""
     output = tmp_path_factory.mktemp("deployed") / "output"
-    return output, compile_into(output, socs=("SM8650", "SM8750"), chunk_lengths=(8, 32))
+    return output, compile_into(output, socs=("SM8650", "SM8750"), chunk_lengths=(16, 32))
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_missing_contexts_are_an_error_before_anything_is_compiled(device, tmp_p
     with pytest.raises(CompileError) as raised:
         run(device, **options)
     told = str(raised.value)
-    assert told.startswith(f"{device} was compiled for SM8650, chunks of 8; SM8650, chunks of 32; ")
+    assert told.startswith(f"{device} was compiled for SM8650, chunks of 16; SM8650, chunks of 32; ")
     assert lacks in told
     assert told.endswith("; choose a compiled target, or compile here with `recompile=True`")
     assert not list((tmp_path / "home").glob("contexts/*"))
@@ -447,8 +447,8 @@ def test_damaged_file_is_reported(device, name, damage):
 
 
 def test_compile_extends_an_engine_directory(device, tmp_path):
-    written = compile_into(tmp_path / "output", device, socs=("SM8750", "SM8850", "SM8750"))
-    assert [(target["soc"], target["chunk_length"]) for target in written["npu"]] == [("SM8750", 8), ("SM8850", 8)]
+    written = compile_into(tmp_path / "output", device, socs=("SM8750", "SM8850", "SM8750"), chunk_lengths=(16,))
+    assert [(target["soc"], target["chunk_length"]) for target in written["npu"]] == [("SM8750", 16), ("SM8850", 16)]
     compiled = {path.name.partition("-")[0] for path in (tmp_path / "home" / "contexts").iterdir()}
     assert compiled == {"SM8850"}
     (tmp_path / "home").rename(tmp_path / "nobody's")
@@ -498,7 +498,7 @@ def test_peak_memory_includes_memory_that_was_released(tmp_path):
 
 
 def test_command_reports_its_output(command, tmp_path):
-    arguments = ("compile", CHECKPOINT, "--soc", "8 Gen 3, sm8750", "--chunk", "8,32,8")
+    arguments = ("compile", CHECKPOINT, "--soc", "8 Gen 3, sm8750", "--chunk", "16,32,16")
     finished = command(*arguments, "-o", tmp_path / "text")
     size = sum(path.stat().st_size for path in (tmp_path / "text").rglob("*") if path.is_file())
     assert (finished.status, finished.err) == (0, "")

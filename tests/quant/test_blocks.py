@@ -24,7 +24,12 @@ def blocks_of(array):
 
 def rounded(value, multiplier):
     """Return the nearest integer multiple in 4 bits, exactly."""
-    return max(-7, min(7, round(Fraction(value, multiplier)))) * multiplier
+    return max(-8, min(7, round(Fraction(value, multiplier)))) * multiplier
+
+
+def steps_of(values):
+    """Return the smallest step of each column with which 4-bit integers, -8 to 7, reach all values."""
+    return np.maximum(values.max(axis=0) / 7, values.min(axis=0) / -8)
 
 
 @given(st.tuples(DEPTHS, COLUMNS).flatmap(lambda shape: arrays(np.float32, shape, elements=FLOATS)))
@@ -33,28 +38,27 @@ def test_products_are_of_4_bits_and_a_multiplier(weight):
     assert (products.dtype, scale.dtype, multipliers.dtype) == (np.int8, np.float32, np.int8)
     assert multipliers.shape == (-(-len(weight) // BLOCK_LENGTH), weight.shape[1])
     assert ((multipliers >= 1) & (multipliers <= 16)).all()
-    np.testing.assert_allclose(
-        scale, np.abs(weight.astype(np.float64)).max(axis=0) / 112, rtol=2.0**-22, atol=2.0**-149
-    )
+    expected = np.maximum(steps_of(weight.astype(np.float64)), 0) / 16
+    np.testing.assert_allclose(scale, expected, rtol=2.0**-22, atol=2.0**-149)
     for block, by_column in zip(blocks_of(products.astype(int)), multipliers.astype(int), strict=True):
         assert (block % by_column == 0).all()
-        assert (np.abs(block // by_column) <= 7).all()
+        assert ((block // by_column >= -8) & (block // by_column <= 7)).all()
 
 
 @given(st.tuples(DEPTHS, COLUMNS).flatmap(lambda shape: arrays(np.float32, shape, elements=FLOATS)))
-def test_block_of_a_column_s_largest_weight_has_the_largest_multiplier(weight):
+def test_block_that_needs_a_column_s_largest_step_has_the_largest_multiplier(weight):
     """The NPU's compiler, which takes a column's scale from its largest block, then finds the same integers."""
     _, _, multipliers = quantize_weight_in_blocks(weight)
-    largest = np.abs(weight).argmax(axis=0) // BLOCK_LENGTH
+    largest = np.argmax([steps_of(block) for block in blocks_of(weight)], axis=0)
     assert (multipliers[largest, np.arange(weight.shape[1])] == 16).all()
 
 
 def test_multipliers_are_the_best_by_exact_arithmetic():
-    """Weights are integers up to 112, so that the scale is 1; blocks are narrow and wide, the last one short."""
+    """Weights are integers from -128 to 112, so that the scale is 1; blocks are narrow and wide, the last one short."""
     rng = np.random.default_rng(0)
     reach = rng.integers(1, 113, (4, 6)).repeat(BLOCK_LENGTH, axis=0)[:100]
     weight = rng.integers(-reach, reach + 1)
-    weight[40] = 112
+    weight[40] = 112, -128, 112, -128, 112, -128
     products, scale, multipliers = quantize_weight_in_blocks(weight.astype(np.float32))
     np.testing.assert_array_equal(scale, 1)
     for column in range(weight.shape[1]):
@@ -63,7 +67,7 @@ def test_multipliers_are_the_best_by_exact_arithmetic():
         )
         for values, found, multiplier in parts:
             errors = {m: sum((rounded(v, m) - v) ** 2 for v in values) for m in range(1, 17)}
-            best = 16 if 112 in map(abs, values) else min(errors, key=errors.get)
+            best = 16 if 112 in values or -128 in values else min(errors, key=errors.get)
             assert multiplier == best
             assert found == [rounded(v, best) for v in values]
 
@@ -74,7 +78,7 @@ def test_error_is_never_above_that_of_the_smallest_sufficient_multiplier(depth):
     products, scale, _ = quantize_weight_in_blocks(weight)
     in_steps = weight / scale.astype(np.float64)
     for values, found in zip(blocks_of(in_steps), blocks_of(products), strict=True):
-        plain = np.ceil(np.abs(values).max(axis=0) / 7 - 1e-6)
+        plain = np.ceil(steps_of(values) - 1e-6)
         error, plain_error = (((v - values) ** 2).sum(axis=0) for v in (found, np.rint(values / plain) * plain))
         assert (error <= plain_error * (1 + 2.0**-16)).all()
         assert (error < plain_error).mean() > 0.25
@@ -84,8 +88,8 @@ def test_column_of_zeros_has_scale_zero():
     weight = np.zeros((40, 2), np.float32)
     weight[35, 1] = -7
     products, scale, multipliers = quantize_weight_in_blocks(weight)
-    np.testing.assert_array_equal(products, weight * 16)
-    np.testing.assert_array_equal(scale, np.array([0, 1 / 16], np.float32))
+    np.testing.assert_array_equal(products, weight * 16 * 8 / 7)
+    np.testing.assert_array_equal(scale, np.array([0, 7 / 128], np.float32))
     assert multipliers[1, 1] == 16
 
 

@@ -35,7 +35,7 @@ def test_rounding_in_blocks_halves_the_error_of_the_product(depth: int) -> None:
     assert error(inputs, found.values * found.scale, weight) < 0.5 * nearest
     fields = found.values / np.repeat(found.multipliers, 32, axis=0)[:depth]
     assert (fields == np.rint(fields)).all()
-    assert np.abs(fields).max() <= 7
+    assert (fields.min(), fields.max()) == (-8, 7)
     assert found.multipliers.min() >= 1
     nonzero = np.abs(weight).max(axis=0) > 0
     assert (found.multipliers.max(axis=0)[nonzero] == 16).all()
@@ -55,7 +55,7 @@ def test_rounding_without_correlation_is_nearest_on_its_grid() -> None:
     weight = weights(64, 8, 3)
     found = round_in_blocks(weight, np.eye(64))
     step = found.scale.astype(np.float64) * np.repeat(found.multipliers, 32, axis=0)
-    fields = np.rint(weight / np.where(step > 0, step, np.inf)).clip(-7, 7)
+    fields = np.rint(weight / np.where(step > 0, step, np.inf)).clip(-8, 7)
     expected = fields * np.repeat(found.multipliers, 32, axis=0)
     np.testing.assert_array_equal(found.values, expected)
 

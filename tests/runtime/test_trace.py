@@ -11,12 +11,13 @@ from trace_checker import CheckedTrace
 from virtual_record import PLAN, virtual_record
 
 from chunkrt.backends.base import Passage
+from chunkrt.backends.fallback import NpuState
 from chunkrt.errors import ConfigError
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
-from chunkrt.runtime.trace.file import check_trace_path, read_trace, write_trace
+from chunkrt.runtime.trace.file import check_trace_path, read_trace, read_trace_file, write_trace
 from chunkrt.runtime.trace.idle import idle_gaps, where_time_went
 
 
@@ -85,6 +86,16 @@ def test_trace_of_the_previous_format_is_read_as_a_chain(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match="is damaged"):
         read_trace(path)
+
+
+def test_states_of_npus_return_unchanged(tmp_path):
+    path, record = tmp_path / "out.json", virtual_record(npu_and_cpu())
+    states = [NpuState(status="restoring", failures=3, restored=2, fallbacks=17, error="SSR: no DSP"), NpuState()]
+    write_trace(path, [record], "toy", states)
+    assert CheckedTrace(path).process == "toy"
+    assert read_trace_file(path).npu == states
+    write_trace(path, [record], "toy")
+    assert read_trace_file(path).npu == []
 
 
 def test_counters(tmp_path):
@@ -266,6 +277,11 @@ def set_run(**fields):
     return damaged(lambda data: data["otherData"]["runs"][0].update(fields))
 
 
+def set_npu(**fields):
+    state = {"status": "ok", "failures": 0, "restored": 0, "fallbacks": 0, "error": ""}
+    return damaged(lambda data: data["otherData"].update(npu=[state | fields]))
+
+
 PROCESSOR = {"name": "cpu", "devices": ["cpu"], "workers": 1}
 
 NO_TRACES = {
@@ -322,6 +338,11 @@ NO_TRACES = {
     "workers": (set_pipeline(processors=[PROCESSOR | {"workers": 10**12}]), "has 1000000000000 workers"),
     "twins": (set_pipeline(processors=[PROCESSOR, PROCESSOR]), "is damaged"),
     "policy": (set_pipeline(policy=[]), "[] is not a name"),
+    "graph lengths": (set_pipeline(graph_lengths=[8, -1]), "-1 is not a non-negative integer"),
+    "status of the NPU": (set_npu(status="fine"), "'fine' is not a status of an NPU"),
+    "failures of the NPU": (set_npu(failures=-1), "-1 is not a non-negative integer"),
+    "error of the NPU": (set_npu(error=None), "None is not a name"),
+    "no NPU": (damaged(lambda data: data["otherData"].update(npu=[7])), "is damaged"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from weakref import WeakSet
 from chunkrt.backends.base import Executable, Support
 from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, ordinary_buffer, shared_buffer
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
-from chunkrt.backends.qnn.executable import Context, ContextSlot, QnnExecutable, Shapes, WindowedExecutable
+from chunkrt.backends.qnn.executable import Context, ContextSlot, OpenContext, QnnExecutable, Shapes, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
@@ -23,6 +23,7 @@ from chunkrt.backends.qnn.timed_calls import DEVICE_LIMIT_S, EMULATOR_LIMIT_S
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, cause_of
 from chunkrt.graph.plan import Plan, Subgraph, Tensor
+from chunkrt.graph.static_attention import without_sliding
 from chunkrt.quant.scheme import Scheme
 
 Result = TypeVar("Result")
@@ -50,7 +51,8 @@ class CompiledFor:
 
 
 class QnnBackend:
-    """Backend that compiles each static subgraph once for a chunk length and an SoC, and stores the results on disk.
+    """Backend that compiles each static subgraph for an SoC and for one chunk length or several, and stores the results
+    on disk.
 
     Args:
         soc: the SoC to compile for, and to run on or to emulate.
@@ -59,6 +61,8 @@ class QnnBackend:
         origin: the targets of the contexts in `compiled`; None if all contexts may be compiled without notice.
         options: settings of the NPU.
         limit_s: seconds after which a call counts as lost; by default that of devices or of the emulator.
+        shorter_lengths: numbers of rows for which each subgraph is compiled in addition to the chunk length, as far as
+            they are shorter. A call runs the smallest graph that holds its rows.
 
     Raises:
         BackendUnavailableError: onnxruntime-qnn is not installed or does not load.
@@ -79,6 +83,7 @@ class QnnBackend:
         origin: CompiledFor | None = None,
         options: HtpOptions | None = None,
         limit_s: float | None = None,
+        shorter_lengths: Collection[int] = (),
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
@@ -87,6 +92,7 @@ class QnnBackend:
         self._origin = origin
         self._options = options or HtpOptions()
         self._options.check_known()
+        self._shorter_lengths = shorter_lengths
         self._limit_s = limit_s or (EMULATOR_LIMIT_S if self.htp.is_emulated else DEVICE_LIMIT_S)
         self.is_emulated = self.htp.is_emulated
         self.shares_memory = not self.htp.is_emulated
@@ -102,7 +108,7 @@ class QnnBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """Open a context on the NPU, compiling it first if it is not on disk.
+        """Open the contexts of a subgraph on the NPU, compiling them first if they are not on disk.
 
         Raises:
             PartitionError: see `supports`.
@@ -110,18 +116,29 @@ class QnnBackend:
                 float16.
             DeviceLostError: the NPU refuses the context, or lacks memory for its inputs and outputs.
         """
-        wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
 
-        def open_context(inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
-            return self._open_context(subgraph.name, wrapper, inputs, outputs, num_places)
+        def opener(length: int) -> OpenContext:
+            wrapper = self.prepare(subgraph, plan, length, scheme, weights)
 
+            def open_context(inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+                return self._open_context(subgraph.name, wrapper, inputs, outputs, num_places)
+
+            return open_context
+
+        lengths = self.graph_lengths(chunk_length, scheme)
+        graphs = {graph_rows(length, scheme): opener(length) for length in lengths}
         executable = (
-            WindowedExecutable(subgraph, plan, chunk_length, open_context, weights)
+            WindowedExecutable(subgraph, plan, graphs, weights)
             if subgraph.state
-            else QnnExecutable(subgraph, plan, chunk_length, open_context)
+            else QnnExecutable(subgraph, plan, chunk_length, graphs)
         )
-        self._slots.add(executable.slot)
+        self._slots.update(executable.slots)
         return executable
+
+    def graph_lengths(self, chunk_length: int, scheme: Scheme) -> tuple[int, ...]:
+        """See `SeveralGraphsBackend`. Of lengths whose graphs have the same number of rows, the longest counts."""
+        lengths = sorted(length for length in {*self._shorter_lengths, chunk_length} if length <= chunk_length)
+        return tuple({graph_rows(length, scheme): length for length in lengths}.values())
 
     def restore(self) -> None:
         """Close all contexts, open them again from their files, and run each once. Requires that no call is made in the
@@ -253,14 +270,14 @@ class QnnBackend:
 
         Chunk lengths whose graphs have the same number of rows share a context.
         """
-        rows = graph_rows(chunk_length)
+        rows = graph_rows(chunk_length, scheme)
         names = {name for node in subgraph.nodes for name in (*node.inputs, *node.outputs) if name}
         compiled_from: dict[str, Any] = {
             "format": FORMAT,
             "library": self.htp.version,
             "target": (self.soc.soc_model, self.soc.htp_arch),
             "vtcm_mb": self._options.vtcm_mb,
-            "subgraph": asdict(subgraph),
+            "subgraph": asdict(without_sliding(subgraph)),
             "tensors": {name: _as_compiled(plan.tensors[name]) for name in sorted(names)},
             "rows": rows,
             "linears": {name: _as_stored(name, scheme) for name in subgraph.weights},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
 from chunkrt.backends.qnn.buffers import Buffer, ordinary_buffer
-from chunkrt.backends.qnn.htp_support import graph_rows
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
-from chunkrt.graph.static_attention import is_convolution, static_slots
+from chunkrt.graph.static_attention import is_convolution, kept_slots, static_slots
 
 Result = TypeVar("Result")
 
@@ -35,6 +34,8 @@ class Call(Protocol):
 Shapes = Mapping[str, Sequence[int]]
 OpenContext = Callable[[Shapes, Shapes, int], "Context"]
 """Function that opens a context for shapes of inputs and outputs by name, and a number of calls at once."""
+Graphs = Mapping[int, OpenContext]
+"""Maps the number of rows of each compiled graph of a subgraph to the function that opens its context."""
 
 
 NUM_PLACES = 2
@@ -57,7 +58,7 @@ class Context:
 
     Args:
         name: the subgraph's name, for messages.
-        session: a session of ONNX Runtime over a graph of `graph_rows` rows.
+        session: a session of ONNX Runtime over a graph of a fixed number of rows.
         inputs, outputs: shapes by name.
         call: calls a function on the processor, which computes one call at a time; see `TimedCalls.call`.
         num_places: number of calls that can be in progress at once.
@@ -210,17 +211,44 @@ class BoundBuffers:
         )
 
 
-class QnnExecutable:
-    """Executable of a static subgraph, which takes complete chunks."""
+class ContextSlots:
+    """The contexts of a subgraph's graphs, which have different numbers of rows.
 
-    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, open_context: OpenContext) -> None:
-        self.fixed_length: int | None = chunk_length
-        rows = graph_rows(chunk_length)
-        inputs, outputs = (
-            {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
-            for names in (subgraph.inputs, subgraph.outputs)
-        )
-        self.slot = ContextSlot(subgraph.name, lambda: open_context(inputs, outputs, NUM_PLACES))
+    Args:
+        name: the subgraph's name, for messages.
+        openers: functions that open a context, by the number of rows of its graph.
+
+    Raises:
+        DeviceLostError: see `ContextSlot`.
+    """
+
+    def __init__(self, name: str, openers: Mapping[int, Callable[[], Context]]) -> None:
+        self._slots = {rows: ContextSlot(name, openers[rows]) for rows in sorted(openers)}
+
+    def __iter__(self) -> Iterator[ContextSlot]:
+        return iter(self._slots.values())
+
+    def smallest(self, num_rows: int) -> Context:
+        """Return the context of the smallest graph that holds a number of rows. Raises as `ContextSlot.context`."""
+        return next(slot for rows, slot in self._slots.items() if num_rows <= rows).context
+
+
+class QnnExecutable:
+    """Executable of a static subgraph. With a single graph it takes complete chunks; with several graphs it takes any
+    number of rows, and runs the smallest graph that holds them.
+    """
+
+    def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, graphs: Graphs) -> None:
+        self.fixed_length: int | None = chunk_length if len(graphs) == 1 else None
+
+        def opener(rows: int) -> Callable[[], Context]:
+            inputs, outputs = (
+                {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
+                for names in (subgraph.inputs, subgraph.outputs)
+            )
+            return lambda: graphs[rows](inputs, outputs, NUM_PLACES)
+
+        self.slots = ContextSlots(subgraph.name, {rows: opener(rows) for rows in graphs})
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
         """See `Executable.run`. If several threads call this, one call computes while the others convert values.
@@ -229,11 +257,12 @@ class QnnExecutable:
             DeviceLostError: the NPU failed.
             NumberRangeError: a value exceeds float16.
         """
-        context = self.slot.context
+        context = self.slots.smallest(max(map(len, inputs.values())))
         place = context.place
         with place.turn:
             for name, array in inputs.items():
                 place.enter(name, array)
+                place.buffers[name][len(array) :] = 0
             passage = context.compute(place)
             for name, array in outputs.items():
                 place.leave(name, array)
@@ -255,13 +284,55 @@ def mask_name(node: Node) -> str:
     return f"mask.{node.attributes['window']}.{static_slots(node)}"
 
 
+class BufferSlots(NamedTuple):
+    """Slots of a graph's buffer for a cache: the first `kept` positions, and a ring of later positions.
+
+    Attributes:
+        size: number of slots.
+    """
+
+    size: int
+    kept: int
+
+    @staticmethod
+    def of(node: Node) -> BufferSlots:
+        """Return the slots of a node with static attention."""
+        return BufferSlots(static_slots(node), kept_slots(node) or 0)
+
+    @property
+    def ring(self) -> int:
+        """Number of slots of the ring."""
+        return self.size - self.kept
+
+    def positions(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return the positions from `start` to `end` - 1 that the buffer holds once it holds those before `end`."""
+        kept = np.arange(start, min(end, self.kept))
+        return np.concatenate([kept, np.arange(max(start, end - self.ring, self.kept), end)])
+
+    def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot of each position."""
+        slots: NDArray[np.int64] = np.where(
+            positions < self.kept, positions, self.kept + (positions - self.kept) % self.ring
+        )
+        return slots
+
+    def held(self, end: int) -> NDArray[np.int64]:
+        """Return the position in each slot if the buffer holds the positions before `end`; slots that hold none have a
+        number of `end` or more.
+        """
+        slots = np.arange(self.size)
+        turns = np.where(slots < self.kept, 0, np.maximum(end - 1 - slots, 0) // self.ring)
+        held: NDArray[np.int64] = slots + turns * self.ring
+        return held
+
+
 class WindowEdges:
     """Inputs and outputs of a graph with attention.
 
     values: values between subgraphs.
     tables: rotary tables; the chunk's rows of each are an input.
     masks: by name of the mask, a node that uses it.
-    caches: caches and rings, with the number of slots that the graph sees.
+    caches: caches and rings, with the slots of the graph's buffer for each.
     convolutions: states of convolutions, which are passed as rows.
     inputs, outputs: shapes of all float16 inputs and outputs by name.
     """
@@ -271,16 +342,16 @@ class WindowEdges:
         self.values = [name for name in subgraph.inputs if plan.tensors[name].shape[0] == "T"]
         self.tables = list(dict.fromkeys(name for node in attention for name in node.inputs[3:5]))
         self.masks = {mask_name(node): node for node in attention}
-        self.caches = {cache: static_slots(node) for node in attention for cache in node.inputs[5:7]}
+        self.caches = {cache: BufferSlots.of(node) for node in attention for cache in node.inputs[5:7]}
         shapes = {name: plan.tensors[name].shape for name in (*self.values, *subgraph.outputs, *self.tables)}
         self.convolutions = [node.inputs[5] for node in subgraph.nodes if is_convolution(node)]
         self.inputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in self.values}
         self.inputs |= {name + ROWS_SUFFIX: (rows, int(shapes[name][1])) for name in self.tables}
         self.inputs |= {name: (rows, static_slots(node) + rows) for name, node in self.masks.items()}
         self.outputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in subgraph.outputs}
-        for cache, past in self.caches.items():
+        for cache, buffer in self.caches.items():
             kv_heads, _, dim = plan.tensors[cache].shape
-            self.inputs[cache] = (int(kv_heads), past, int(dim))
+            self.inputs[cache] = (int(kv_heads), buffer.size, int(dim))
             self.outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
         for state in self.convolutions:
             channels, past = resolve(plan.tensors[state].shape, {})
@@ -290,7 +361,7 @@ class WindowEdges:
 
 class WindowedExecutable:
     """Executable of a subgraph with attention or convolutions. It takes any number of rows up to the chunk length, and
-    pads the chunk itself.
+    pads them itself to the smallest graph that holds them. Each graph's buffers hold a copy of the state's slots.
     """
 
     fixed_length: int | None = None
@@ -299,19 +370,22 @@ class WindowedExecutable:
         self,
         subgraph: Subgraph,
         plan: Plan,
-        chunk_length: int,
-        open_context: OpenContext,
+        graphs: Graphs,
         weights: WeightStore,
     ) -> None:
         self._name = subgraph.name
-        self._rows = rows = graph_rows(chunk_length)
-        edges = WindowEdges(subgraph, plan, rows)
+        edges = WindowEdges(subgraph, plan, max(graphs))
         self._values, self._masks, self._caches = edges.values, edges.masks, edges.caches
         self._convolutions = edges.convolutions
         self._tables = {name: weights.array(name) for name in edges.tables}
-        # The state orders the chunks of a sequence, so the next chunk's inputs cannot be converted while a chunk is
-        # computed.
-        self.slot = ContextSlot(subgraph.name, lambda: open_context(edges.inputs, edges.outputs, 1))
+
+        def opener(rows: int) -> Callable[[], Context]:
+            edges = WindowEdges(subgraph, plan, rows)
+            # The state orders the chunks of a sequence, so the next chunk's inputs cannot be converted while a chunk is
+            # computed.
+            return lambda: graphs[rows](edges.inputs, edges.outputs, 1)
+
+        self.slots = ContextSlots(subgraph.name, {rows: opener(rows) for rows in graphs})
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
         """See `Executable.run`. Raises as `run_after`."""
@@ -328,7 +402,7 @@ class WindowedExecutable:
         num_rows = len(inputs[self._values[0]])
         position = int(inputs["position"][0]) if self._caches else 0  # convolutions do not need it
         first = int(inputs["rope_position"][0]) if "rope_position" in inputs else position
-        context = self.slot.context
+        context = self.slots.smallest(num_rows)
         place = context.place
         with place.turn:
             for name in self._values:
@@ -362,27 +436,24 @@ class WindowedExecutable:
 
     def _copy(self, place: BoundBuffers, inputs: Mapping[str, Array], start: int, end: int) -> None:
         """Copy the positions of the state that the graph sees. Raises NumberRangeError if a value exceeds float16."""
-        for cache, past in self._caches.items():
-            size = inputs[cache].shape[1]
-            slots = np.arange(max(start, end - size), end) % size
-            slots = slots[slots < past]
-            place.enter_at(cache, slots, inputs[cache][:, slots])
+        for cache, buffer in self._caches.items():
+            positions = buffer.positions(start, end)
+            of_state = positions % inputs[cache].shape[1]
+            place.enter_at(cache, buffer.slots(positions), inputs[cache][:, of_state])
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
         """Return the mask: 0 if a row sees a slot or a row of the chunk, else HIDDEN. Rows of padding have the mask of
         the last row.
         """
-        past, window = static_slots(node), int(str(node.attributes["window"]))
-        slots = np.arange(past)
-        # the last earlier position in each slot; negative if there is none
-        held = slots + (position - 1 - slots) // past * past if window else slots
-        if not window and position > past:
-            raise BackendError(f"{self._name} was compiled for {past} positions of history, but has {position}")
-        rows = np.minimum(np.arange(self._rows), num_rows - 1)[:, None] + position
-        keys = np.concatenate(
-            [np.where((held >= 0) & (held < position), held, np.iinfo(np.int64).max), position + np.arange(self._rows)]
-        )
+        buffer, window, kept = BufferSlots.of(node), int(str(node.attributes["window"])), kept_slots(node)
+        if not window and kept is None and position > buffer.size:
+            raise BackendError(f"{self._name} was compiled for {buffer.size} positions of history, but has {position}")
+        own, held = np.arange(len(mask)), buffer.held(position)
+        rows = np.minimum(own, num_rows - 1)[:, None] + position
+        keys = np.concatenate([np.where(held < position, held, np.iinfo(np.int64).max), position + own])
         sees = keys <= rows
         if window:
             sees &= keys > rows - window
+        if kept is not None:
+            sees &= (keys < kept) | (keys > rows - buffer.ring)
         np.copyto(mask, np.where(sees, np.float16(0), HIDDEN))

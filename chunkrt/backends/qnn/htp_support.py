@@ -24,10 +24,14 @@ LINEARS = {(8, 8), (16, 8), (16, 4)}
 MEAN_DROPPED = 255 / 2
 """Value of the lowest bit that is kept: a sum of 16-bit products loses its last 8 bits."""
 
+FEW_ROWS = (2, 8)
+"""Numbers of rows of the smallest graphs under schemes with 16-bit activations. Each row has the same bits as in a
+graph of 32 rows. A row alone does not: the NPU computes graphs of one row differently."""
+
 ROWS_MULTIPLE = 32
-"""Divisor of the number of rows in every compiled graph. The NPU silently returns wrong
-values for other numbers: for 16 rows of a gated feed-forward with 16-bit activations, and for the last 8-bit values if
-their number is not a multiple of 128."""
+"""Divisor of the number of rows in all other graphs. The NPU silently returns wrong values for other numbers: for 16
+rows of a gated feed-forward with 16-bit activations, and for the last 8-bit values if their number is not a multiple of
+128."""
 
 DEPTH_MULTIPLE_OF_8_BITS = 4
 """Divisor of the depth of linears with 8-bit activations: with ROWS_MULTIPLE rows, the number of values is then a
@@ -37,8 +41,12 @@ multiple of 128.
 _STATIC = ", ".join(STATIC_SCHEMES)
 
 
-def graph_rows(chunk_length: int) -> int:
+def graph_rows(chunk_length: int, scheme: Scheme) -> int:
     """Return the number of rows of the graph for a chunk length; the rows after those of the chunk are padding."""
+    if scheme.activation_bits == 16:
+        for rows in FEW_ROWS:
+            if chunk_length <= rows:
+                return rows
     return -(-chunk_length // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 

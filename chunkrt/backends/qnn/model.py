@@ -30,7 +30,7 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
     Raises:
         CompileError: the grid of a column exceeds float16, and the NPU would silently clip its values.
     """
-    rows = graph_rows(chunk_length)
+    rows = graph_rows(chunk_length, scheme)
     model = to_onnx(plan, [subgraph], name=f"{subgraph.name}.{rows}")
     quantize_linears(model, scheme)
     graph = model.graph

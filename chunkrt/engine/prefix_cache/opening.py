@@ -94,7 +94,7 @@ def _owner(engine: LoadedModel, exactness: Exactness) -> Owner:
 
 def _on_npu(options: EngineOptions) -> list[object]:
     """Return the properties of the NPU that can change its results."""
-    attention = [options.attention, options.npu_windows, options.graph_layers]
+    attention = [options.attention, options.npu_windows, options.graph_layers, options.npu_sinks]
     return [repr(options.htp), options.decodes_on, *attention]
 
 

@@ -1,7 +1,7 @@
 """Trace files: Chrome's JSON format, which also contains the records of the runs, so a trace can be analysed later.
 
-Pipelines and runs are stored under "otherData", which viewers ignore. Tasks and copies are read from the events. A
-chunk that several runs shared is written once.
+Pipelines, runs and the NPU's health are stored under "otherData", which viewers ignore. Tasks and copies are read from
+the events. A chunk that several runs shared is written once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any, NamedTuple, get_args
 
 from chunkrt.backends.base import Passage
+from chunkrt.backends.fallback import STATUSES, NpuState
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_json, written_aside
 from chunkrt.graph.plan import Device
@@ -41,6 +42,19 @@ MOST_WORKERS = 4096
 LARGEST = 1 << 62
 
 
+class Trace(NamedTuple):
+    """Content of a trace file.
+
+    Attributes:
+        npu: states of the NPU at the end of the traced runs, one for each engine that used an NPU; empty if an older
+            version of chunkrt wrote the file.
+    """
+
+    title: str
+    records: list[RunRecord]
+    npu: list[NpuState]
+
+
 def check_trace_path(path: Path) -> None:
     """Check that a trace can be written to a path, before the traced run.
 
@@ -57,13 +71,14 @@ def check_trace_path(path: Path) -> None:
         raise ConfigError(f"cannot write a trace to {path}: {path.parent} is not writable")
 
 
-def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
+def write_trace(path: Path, records: Sequence[RunRecord], title: str, npu: Sequence[NpuState] = ()) -> None:
     """Write the records of some runs to a temporary file next to `path`, and rename it.
 
     Args:
         path: path of the file; an existing file is replaced.
         records: records of runs on one clock, at least one.
         title: title such as the model's name.
+        npu: see `Trace`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -71,13 +86,18 @@ def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
     check_trace_path(path)
     try:
         with written_aside(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            _write(file, records, title)
+            _write(file, records, title, npu)
     except OSError as error:
         raise ConfigError(f"cannot write a trace to {path}: {cause_of(error)}") from error
 
 
 def read_trace(path: Path) -> list[RunRecord]:
-    """Read the records that `write_trace` wrote, in the same order.
+    """Read the records that `write_trace` wrote, in the same order. The errors are those of `read_trace_file`."""
+    return read_trace_file(path).records
+
+
+def read_trace_file(path: Path) -> Trace:
+    """Read a file that `write_trace` wrote.
 
     Raises:
         ConfigError: the file is missing or damaged, or another program wrote it.
@@ -88,11 +108,11 @@ def read_trace(path: Path) -> list[RunRecord]:
         raise ConfigError(f"cannot read a trace from {path}: {cause_of(error)}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a trace, because it is not JSON: {error}; {_HINT}") from error
-    return parse_trace(data, path)[1]
+    return parse_trace(data, path)
 
 
-def parse_trace(data: Any, path: Path) -> tuple[str, list[RunRecord]]:
-    """Return the title and the records of a trace, from the JSON value in the file at `path`.
+def parse_trace(data: Any, path: Path) -> Trace:
+    """Return the content of a trace, from the JSON value in the file at `path`.
 
     Raises:
         ConfigError: the trace is damaged, or another program wrote it.
@@ -101,7 +121,8 @@ def parse_trace(data: Any, path: Path) -> tuple[str, list[RunRecord]]:
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
         raise ConfigError(f"{path} is JSON, but not in the format {FORMAT!r}; {_HINT}")
     try:
-        return _text(about.get("title", "")), _records(data["traceEvents"], about)
+        npu = [_npu_state(state) for state in about.get("npu", ())]
+        return Trace(_text(about.get("title", "")), _records(data["traceEvents"], about), npu)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the trace in {path} is damaged ({problem}); {_HINT}") from error
@@ -110,7 +131,7 @@ def parse_trace(data: Any, path: Path) -> tuple[str, list[RunRecord]]:
 _HINT = "record one with `chunkrt run MODEL --trace FILE`"
 
 
-def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
+def _write(file: IO[str], records: Sequence[RunRecord], title: str, npu: Sequence[NpuState]) -> None:
     zero_ns = min(record.start_ns for record in records)
     numbers = pipeline_numbers(records)
     pipelines: list[dict[str, Any]] = []
@@ -125,12 +146,23 @@ def _write(file: IO[str], records: Sequence[RunRecord], title: str) -> None:
         cached = {"num_cached": record.num_cached} if record.num_cached else {}
         runs.append({"pipeline": numbers[id(record.pipeline)], **kept, **times, **chunks, **cached})
     tracks = [key[:2] for key in tracks_of(records)]
-    about = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
+    about: dict[str, Any] = {"format": FORMAT, "title": title, "pipelines": pipelines, "runs": runs, "tracks": tracks}
+    if npu:
+        about["npu"] = [asdict(state) for state in npu]
     separator = '{"traceEvents":[\n'
     for event in trace_events(records, title):
         file.write(separator + json.dumps(event, ensure_ascii=False, separators=(",", ":")))
         separator = ",\n"
     file.write('\n],\n"otherData":' + json.dumps(about, ensure_ascii=False) + "}\n")
+
+
+def _npu_state(data: dict[str, Any]) -> NpuState:
+    if data["status"] not in STATUSES:
+        raise ValueError(f"{data['status']!r} is not a status of an NPU")
+    failures, restored, fallbacks = (_whole(data[name]) for name in ("failures", "restored", "fallbacks"))
+    return NpuState(
+        status=data["status"], failures=failures, restored=restored, fallbacks=fallbacks, error=_text(data["error"])
+    )
 
 
 def _records(events: list[Any], about: dict[str, Any]) -> list[RunRecord]:
@@ -256,6 +288,7 @@ def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipelin
         chunk_length=chunk_length,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
+        graph_lengths=tuple(sorted(map(_whole, data.get("graph_lengths", ())))),
         origin=_origin(data.get("origin", "unknown")),
     )
 

@@ -97,8 +97,8 @@ def packing(records: Sequence[RunRecord]) -> Packing | None:
             num_chunks, num_rows = num_chunks + 1, num_rows + rows
             num_packed += len(chunk.record.segments) > 1
             if has_npu:
-                num_on_npu += pipeline.chunk_length
-                num_padded += pipeline.chunk_length - rows
+                num_on_npu += pipeline.rows_on_npu(rows)
+                num_padded += pipeline.rows_on_npu(rows) - rows
     if not num_chunks:
         return None
     return Packing(

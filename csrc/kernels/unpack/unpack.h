@@ -1,9 +1,9 @@
 // unpack: conversion of a weight of 4-bit integers, with an integer multiplier for each block, to the int8
 // products that gemm takes.
 //
-//   out[k, n] = (q[k, n] - 8) * multipliers[k / 32, n],  q in 1..15, multipliers in 1..16
+//   out[k, n] = (q[k, n] - 8) * multipliers[k / 32, n],  q in 0..15, multipliers in 1..16
 //
-// A product is at most 7 * 16 = 112 in magnitude. For other q and multipliers, which only a damaged file
+// A product is from -8 * 16 = -128 to 7 * 16 = 112. For other multipliers, which only a damaged file
 // contains, the product may be any number.
 #pragma once
 
