@@ -60,6 +60,21 @@ def test_session_with_int8_scores_rewinds_forks_and_is_saved(tmp_path: Path) -> 
             np.testing.assert_array_equal(found, whole[37:])
 
 
+def test_files_with_int8_scores_contain_nothing_of_other_sessions(tmp_path: Path) -> None:
+    with load(attention_math="int8") as engine:
+        with engine.session() as earlier:
+            earlier.prefill(TOKENS[::-1])
+        with engine.session() as session:  # perhaps in the memory of the earlier one
+            session.prefill(TOKENS)
+            session.save(tmp_path / "used")
+    with load(attention_math="int8", chunk_length=8) as engine, engine.session() as session:
+        session.prefill(TOKENS)
+        session.save(tmp_path / "fresh")
+    with np.load(tmp_path / "used") as used, np.load(tmp_path / "fresh") as fresh:
+        for key in used.files:
+            np.testing.assert_array_equal(used[key], fresh[key], err_msg=key)
+
+
 def test_prefix_cache_holds_keys_in_int8() -> None:
     whole = logits(attention_math="int8")
     with load(attention_math="int8", prefix_cache="memory", chunk_length=8) as engine:

@@ -76,7 +76,7 @@
 // Sums of integers are exact, so scores are the same on all instruction sets. If an element of a key or a
 // query is not finite, the scores with it are NaN. A block of 64 positions stores the keys [4, depth / 2, 16
 // positions, 4 bytes]: along the second axis depth / 4 rows of 4 integers for each position, a row of their
-// float32 scales, and unused rows.
+// float32 scales, and rows of zeros.
 #pragma once
 
 #include <cstddef>

@@ -23,6 +23,8 @@ void store_bytes(float* key, std::size_t depth, const TileOperations& operations
   const ByteRow bytes(row, depth);
   for (std::size_t d = 0; d < depth; d += 4, keys += kDepthPerTile) std::memcpy(keys, bytes.values + d, 4);
   std::memcpy(keys, bytes.scale, sizeof(*bytes.scale));
+  // The other places may hold data of another session, which files must not contain.
+  for (std::size_t d = depth + 4; d < 2 * depth; d += 4) std::memset(keys += kDepthPerTile, 0, 4);
 }
 
 // Stores a roped key and a value of one head at their position. Both have tiled_depth(head_dim) elements, of
