@@ -25,6 +25,7 @@ from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
 from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine.roles import linear_refusal
 from chunkrt.engine.settings import DEVICE, settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, unknown_name
@@ -497,7 +498,8 @@ class _SchemeSearch:
 
     def _parts(self) -> Iterator[_Part]:
         on_cpu = {n: p for n, p in self._partitions.items() if not places_attention(self._plans.get(n, self._plan), p)}
-        yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
+        if on_cpu:
+            yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
         if not self._fixed.is_measured and self._has_npu:
             for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths):
                 able = _with_attention(self._partitions, self._plans, attention, max(self._lengths), self._scheme)
@@ -721,6 +723,8 @@ class _Fixed:
             raise ConfigError(
                 f"the NPU runs no linear layers under the scheme {scheme.name!r}; use a static one: {static}"
             )
+        if self.compiled is not None and (refusal := linear_refusal(npu_support, self.compiled)):
+            raise ConfigError(f"{self.reason}, which the NPU does not run: {refusal}")
         return scheme.name
 
     def chunk_lengths_or(self, wanted: Iterable[int] | None) -> list[int]:
