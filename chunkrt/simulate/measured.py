@@ -140,8 +140,10 @@ def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
     kinds = {"model": str, "scheme": str, "chunk_length": int, "has_npu": bool, "conditions": str, "threads": list}
     _check_keys(head, tuple(kinds), path, "measured.")
     for key, kind in kinds.items():
-        if not isinstance(head[key], kind):
+        if type(head[key]) is not kind:
             raise ConfigError(f"{path}: measured.{key} is {head[key]!r}, expected {kind.__name__}")
+    if head["chunk_length"] < 1:
+        raise ConfigError(f"{path}: measured.chunk_length is {head['chunk_length']}, expected at least 1")
     budgets = [_budget(entry, path) for entry in head["threads"]]
     if not budgets:
         raise ConfigError(f"{path}: the profile contains no measurement; run `chunkrt profile` again")

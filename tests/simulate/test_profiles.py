@@ -151,6 +151,10 @@ def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None
         path.write_text(write_measured(profile).replace(key, f"x_{key}"), encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             read_profile(path)
+    for value, message in {"0": "expected at least 1", "-32": "expected at least 1", "true": "expected int"}.items():
+        path.write_text(write_measured(profile).replace("chunk_length = 32", f"chunk_length = {value}"))
+        with pytest.raises(ConfigError, match=f"measured.chunk_length is .*, {message}"):
+            read_profile(path)
 
 
 PARAMETERS = {

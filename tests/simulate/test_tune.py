@@ -691,7 +691,7 @@ def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, p
     out = tmp_path / "tuned.toml"
     finished = command("tune", GGUF, "--device", profile, "-p", "100", "-o", out, "--json")
     assert finished.status == 0, finished.err
-    assert "only policy and chunks in flight are searched" in finished.err
+    assert "only policy and chunks in flight were searched" in finished.err
     found = json.loads(finished.out)
     assert {(c["partition"], c["chunk_length"]) for c in found["choices"]} == {(NATURAL, 8)}
     settings = read_settings(out)
