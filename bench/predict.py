@@ -3,17 +3,17 @@
     python bench/predict.py smollm2-135m-instruct --rounds 3
 
 Cases are prompts, the decode of one sequence, and the decode of four, on the native backend and on a fake NPU
-(`fake_npu.py`) beside one thread. The profile knows prompts of half a chunk and of 1,024 tokens, and the decode of one
-and of eight sequences. In every round the runs for the profile and the runs to be predicted take turns, so that both
-see the same machine; no run serves both purposes. A ratio is taken within a round, and the median over the rounds is
-reported. A prediction should be within 10 %. The machine should be otherwise idle: the share of its processors that
-other processes used is printed.
+(`fake_npu.py`) with one thread for the CPU. The profile knows prompts of half a chunk and of 1,024 tokens, and the
+decode of one and of eight sequences. In every round the runs for the profile and the runs to be predicted take turns,
+so that both see the same machine; no run serves both purposes. A ratio is taken within a round, and the median over the
+rounds is reported. A prediction should be within 10 %. The machine should be otherwise idle: the share of its
+processors that other processes used is printed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -132,13 +132,9 @@ def _together_ms(depth: int, model: str, engine: Engine) -> float:
     return sample / 1e6
 
 
-def _steps_ms(
-    sequences: int, depth: int, policy: str, plan: Plan, profile: MeasuredProfile, threads: int
-) -> float:
+def _steps_ms(sequences: int, depth: int, policy: str, plan: Plan, profile: MeasuredProfile, threads: int) -> float:
     """Return the milliseconds of the tokens after the first ones, which end the prompts."""
-    load = draw(
-        CLOSED, str(depth), str(NEW_TOKENS + 1), requests=sequences, context_length=plan.context_length
-    )
+    load = draw(CLOSED, str(depth), str(NEW_TOKENS + 1), requests=sequences, context_length=plan.context_length)
     gap_ms = simulate_serving(
         plan,
         profile,

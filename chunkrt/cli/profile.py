@@ -37,7 +37,7 @@ NEW_TOKENS = 16
 """Number of tokens that every sequence decodes in a run."""
 
 SEQUENCES = 8
-"""Number of sequences that decode together. The costs of fewer sequences are between those of one and of this number."""
+"""Number of sequences that decode together. Costs of fewer sequences are between those of one and of this number."""
 
 
 @click.command(

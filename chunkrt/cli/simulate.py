@@ -265,7 +265,10 @@ def simulate(
     if chunk_lengths is None:
         chunk_lengths = device.chunk_length if isinstance(device, MeasuredProfile) else "32,128,256"
     policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
-    prompts, chunks = _lengths("-p", DEFAULT_PROMPTS if prompt_lengths is None else prompt_lengths), _lengths("--chunk", str(chunk_lengths))
+    prompts, chunks = (
+        _lengths("-p", DEFAULT_PROMPTS if prompt_lengths is None else prompt_lengths),
+        _lengths("--chunk", str(chunk_lengths)),
+    )
     if trace is not None:
         of_prompt = "one prompt length, " if options.arrivals is None else ""
         if (len(prompts) if of_prompt else 1) * len(chunks) * len(policies) > 1:

@@ -129,13 +129,13 @@ def learn_decode(plan: Plan, runs: Sequence[Sequence[RunRecord]]) -> tuple[dict[
             continue
         samples: dict[tuple[float, ...], list[float]] = defaultdict(list)
         for work, events in (step for of_run in steps for step in of_run):
-            own = [e.end_ns - e.start_ns for e in events if first[plan.subgraphs[e.task.subgraph].name] == subgraph.name]
+            own = [
+                e.end_ns - e.start_ns for e in events if first[plan.subgraphs[e.task.subgraph].name] == subgraph.name
+            ]
             pairs = work.pairs(subgraph.window) if subgraph.all_state else 0
             samples[1.0, work.num_tokens, pairs].append(fmean(own) / 1000)
         fixed_us, row_us, pair_us = _fit(samples)
-        costs[subgraph.name] = SubgraphCost(
-            subgraph=subgraph.name, fixed_us=fixed_us, row_us=row_us, pair_us=pair_us
-        )
+        costs[subgraph.name] = SubgraphCost(subgraph=subgraph.name, fixed_us=fixed_us, row_us=row_us, pair_us=pair_us)
     gaps: dict[tuple[float, ...], list[float]] = defaultdict(list)
     for of_run in steps:
         for step, following in pairwise(of_run):

@@ -171,8 +171,8 @@ def _measured(
     if decode_on != "npu":
         if not budget.decode:
             raise ConfigError(
-                f"{device.name} has no costs of decode on the CPU; run `chunkrt profile` with the CPU's weights, or add "
-                "--decode-on npu"
+                f"{device.name} has no costs of decode on the CPU; run `chunkrt profile` with the CPU's weights, or "
+                "add --decode-on npu"
             )
         on_cpu = decode_plan(plan, budget.decode)
         of_decode = measured_costs(on_cpu, device, budget.decode, chunk_length, scheme.name)

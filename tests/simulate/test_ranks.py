@@ -366,9 +366,7 @@ def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile)
         has_npu=False,
         conditions="none",
         budgets={
-            1: ThreadsCost(
-                threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs={}, decode={}
-            )
+            1: ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs={}, decode={})
         },
     )
     with pytest.raises(ConfigError, match="toy was measured on a complete decoder"):

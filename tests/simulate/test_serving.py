@@ -253,8 +253,8 @@ def test_shared_chunks_attend_to_each_sequences_history() -> None:
 
 def profile_of(*, has_npu: bool = False, decode_us: float | None = 40.0) -> MeasuredProfile:
     """Every task of a chunk with a prompt takes 10 microseconds, and 2 more for each row; attention also half of one
-    for each pair. Of decoding sequences, all layers take `decode_us` microseconds, 3 for each row and a quarter for each pair,
-    and the head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
+    for each pair. Of decoding sequences, all layers take `decode_us` microseconds, 3 for each row and a quarter for
+    each pair, and the head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
     """
     costs = {
         name: SubgraphCost(
@@ -306,7 +306,7 @@ def test_a_measured_profile() -> None:
 
 @pytest.mark.parametrize("has_npu", [False, True])
 def test_a_measured_profile_of_decoding_sequences(has_npu: bool) -> None:
-    """Two sequences decode together: their steps take the costs of decode, and the overhead of a step and two tokens."""
+    """A step of two sequences takes the costs of decode, and the overhead of a step and two tokens."""
     load = Load(requests=[asked(0, 3, 4), asked(0, 5, 4)], num_cut=0)
     found = simulate_serving(SMALL, profile_of(has_npu=has_npu), load, **OPTIONS, decode_on="cpu")
     steps = [40 + 3 * 2 + 0.25 * pairs + 5 + 2 + 20 + 6 * 2 for pairs in (4 + 6, 5 + 7, 6 + 8)]

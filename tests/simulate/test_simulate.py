@@ -246,12 +246,15 @@ def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> Non
 
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_costs_of_decode_are_learnt_back_from_simulated_servers(plan: Plan, is_merged: bool) -> None:
-    """The runs have one sequence with a short and with a long history, and eight sequences; so do those of `profile`."""
+    """As in `profile`, runs have one sequence with a short and with a long history, and eight sequences."""
     decoder = merged_on_cpu(plan) if is_merged else plan.on_cpu()
     names = twins(decoder).values()
     costs = {
         name: SubgraphCost(
-            subgraph=name, fixed_us=400.0, row_us=30.0, pair_us=2.0 if name.startswith("dynamic") or ".." in name else 0.0
+            subgraph=name,
+            fixed_us=400.0,
+            row_us=30.0,
+            pair_us=2.0 if name.startswith("dynamic") or ".." in name else 0.0,
         )
         for name in names
     }
