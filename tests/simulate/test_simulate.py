@@ -246,7 +246,7 @@ def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> Non
 
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_costs_of_decode_are_learnt_back_from_simulated_servers(plan: Plan, is_merged: bool) -> None:
-    """As in `profile`, runs have one sequence with a short and with a long history, and eight sequences."""
+    """Runs of one sequence with a short and with a long history, and of eight sequences, suffice."""
     decoder = merged_on_cpu(plan) if is_merged else plan.on_cpu()
     names = twins(decoder).values()
     costs = {
