@@ -186,10 +186,16 @@ def _budget(entry: Any, path: Path) -> ThreadsCost:
     threads = entry["threads"]
     if type(threads) is not int or threads < 1:
         raise ConfigError(f"{path}: {place}threads is {threads!r}, expected at least 1")
+    overheads = {key: _number(entry, key, path, place) for key in _OVERHEADS}
+    costs = {kind: _subgraph_costs(entry[kind], path, place + kind) for kind in _COSTS}
     return ThreadsCost(
         threads=threads,
-        **{key: _number(entry, key, path, place) for key in _OVERHEADS},
-        **{kind: _subgraph_costs(entry[kind], path, place + kind) for kind in _COSTS},
+        prompt_us=overheads["prompt_us"],
+        task_us=overheads["task_us"],
+        step_us=overheads["step_us"],
+        token_us=overheads["token_us"],
+        subgraphs=costs["subgraphs"],
+        decode=costs["decode"],
     )
 
 
