@@ -36,6 +36,8 @@ LONGEST_PROMPT = 1024
 NEW_TOKENS = 16
 """Number of tokens that every sequence decodes in a run."""
 
+LEAST_CONTEXT = NEW_TOKENS + 2
+
 SEQUENCES = 8
 """Number of sequences that decode together. Costs of fewer sequences are between those of one and of this number."""
 
@@ -132,6 +134,10 @@ def measure_profile(
             raise ConfigError(
                 f"chunks of {chunk_length} in {min(LONGEST_PROMPT, engine.context_length)} tokens: expected at least "
                 "two, to fit how time grows with the position; use shorter chunks"
+            )
+        if engine.context_length < LEAST_CONTEXT:
+            raise ConfigError(
+                f"the context has {engine.context_length} tokens; expected at least {LEAST_CONTEXT}, to measure decode"
             )
         prompts = [n for n in (num_chunks * chunk_length, chunk_length // 2) if n > 0]
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}

@@ -141,7 +141,8 @@ def learn_decode(plan: Plan, runs: Sequence[Sequence[RunRecord]]) -> tuple[dict[
         for step, following in pairwise(of_run):
             gap_us = (following.events[0].start_ns - step.events[-1].end_ns) / 1000
             gaps[1.0, step.work.num_tokens].append(gap_us)
-    return costs, *_fit(gaps)
+    step_us, token_us = _fit(gaps)
+    return costs, step_us, token_us
 
 
 def _steps(records: Sequence[RunRecord]) -> list[_Step]:

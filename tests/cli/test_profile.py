@@ -63,3 +63,12 @@ def test_profile_refuses_chunks_as_long_as_the_prompt(command, tmp_path: Path) -
     assert finished.status == 1
     assert "chunks of 128 in 128 tokens" in finished.err
     assert "use shorter chunks" in finished.err
+
+
+def test_profile_refuses_a_context_without_room_for_decode(command, tmp_path: Path) -> None:
+    context = ("--chunk", "4", "--context", "17")
+    finished = command("profile", GGUF, "-o", str(tmp_path / "here.toml"), "-r", "1", *context)
+    assert finished.status == 1
+    assert "the context has 17 tokens; expected at least 18, to measure decode" in finished.err
+    context = ("--chunk", "4", "--context", "18")
+    assert command("profile", GGUF, "-o", str(tmp_path / "here.toml"), "-r", "1", *context).status == 0
