@@ -316,6 +316,7 @@ def test_the_command_prints_a_table() -> None:
     [
         (["gemma-2b", "--device", "pixel"], "unknown device 'pixel'"),
         (["gemma-2b", "--device", "sd8gen3", "-p", "0"], "-p is '0', expected"),
+        (["gemma-2b", "--device", "sd8gen3", "-p", ""], "-p is '', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--chunk", "x"], "--chunk is 'x', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--policy", "fast"], "unknown policy 'fast'"),
         (["gemma-2", "--device", "sd8gen3"], "built-in shapes are allam-7b, "),
