@@ -86,7 +86,7 @@ class MeasuredProfile:
     @property
     def accuracy(self) -> str:
         """Comparison of predictions of such profiles with runs, from bench/predict.py."""
-        return "measured with this model; other prompts and decode were within 10 % where they were compared"
+        return "measured with this model; medians of other prompts and of decode were within 16 % in comparisons"
 
     def budget(self, threads: int | None) -> ThreadsCost:
         """Return the measurements of a thread budget, by default of the largest.
