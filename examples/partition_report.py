@@ -23,7 +23,9 @@ def main(model: str) -> None:
         prompt_lengths=[32, len(TOKENS)],
     )
     rows.plot("partitions.png")
-    print("predicted:", *(f"{row.device}, {row.placement_name}: {row.tokens_per_s:.0f}" for row in rows), sep="\n  ")
+    print("predicted tokens/s:")
+    for row in rows:
+        print(f"  {row.device}, {row.placement_name}, {row.prompt_length} tokens: {row.tokens_per_s:.0f}")
     runs = {"simulation": rows}
     for name, placement in partitions.items():
         for npu, scheme in (("native", "w8a8-dynamic"), ("qnn", "w8a16")):

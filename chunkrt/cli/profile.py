@@ -6,10 +6,11 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 
 from chunkrt.backends.qnn import QnnBackend
+from chunkrt.cli.bench_tests import Case, measure, measure_parallel
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
@@ -30,6 +32,14 @@ from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measur
 
 LONGEST_PROMPT = 1024
 """Length of the measured prompt. Attention's time is nearly linear in the position, so longer prompts follow."""
+
+NEW_TOKENS = 16
+"""Number of tokens that every sequence decodes in a run."""
+
+LEAST_CONTEXT = NEW_TOKENS + 2
+
+SEQUENCES = 8
+"""Number of sequences that decode together. Costs of fewer sequences are between those of one and of this number."""
 
 
 @click.command(
@@ -64,7 +74,7 @@ LONGEST_PROMPT = 1024
 def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_json: bool, **settings: Any) -> None:
     """Measure the subgraphs of MODEL on this machine, and write a device profile for `chunkrt simulate`.
 
-    Run no other work on the machine meanwhile.
+    Prompts, and the decode of one and of several sequences are measured. Run no other work on the machine meanwhile.
     """
     if repetitions < 1:
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
@@ -88,23 +98,28 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_
 
 
 def measure_profile(
-    model: str, budgets: list[int], repetitions: int, settings: dict[str, Any], *, also: Sequence[int] = ()
-) -> tuple[MeasuredProfile, Mapping[tuple[int, int], list[RunRecord]]]:
+    model: str,
+    budgets: list[int],
+    repetitions: int,
+    settings: dict[str, Any],
+    *,
+    also: Mapping[str, Callable[[Engine], float]] = MappingProxyType({}),
+) -> tuple[MeasuredProfile, Mapping[tuple[int, str], list[float]]]:
     """Run the model with every number of threads, interleaved, and fit its costs.
 
     Args:
         budgets: numbers of threads.
         repetitions: number of measured runs of each kind, after one warm-up run.
         settings: fields of `EngineOptions` except the threads; `policy` is the policy to predict.
-        also: lengths of further prompts to run, which do not enter the profile.
+        also: further measurements by name, which do not enter the profile.
 
     Returns:
-        The profile, and the records of the further prompts by number of threads and length.
+        The profile, and the results of the further measurements by number of threads and name.
     """
     with ExitStack() as stack:
         engines = {
             (threads, policy): stack.enter_context(
-                open_engine(model, {**measured(settings), "threads": threads, "policy": policy})
+                open_engine(model, {**measured(settings), "threads": threads, "policy": policy, "decode_on": "cpu"})
             )
             for threads in budgets
             for policy in dict.fromkeys(("sequential", settings["policy"]))
@@ -120,23 +135,31 @@ def measure_profile(
                 f"chunks of {chunk_length} in {min(LONGEST_PROMPT, engine.context_length)} tokens: expected at least "
                 "two, to fit how time grows with the position; use shorter chunks"
             )
+        if engine.context_length < LEAST_CONTEXT:
+            raise ConfigError(
+                f"the context has {engine.context_length} tokens; expected at least {LEAST_CONTEXT}, to measure decode"
+            )
         prompts = [n for n in (num_chunks * chunk_length, chunk_length // 2) if n > 0]
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
-        apart: dict[tuple[int, int], list[RunRecord]] = {}
+        apart: dict[tuple[int, str], list[float]] = {}
+        decoded: dict[int, list[list[RunRecord]]] = {threads: [] for threads in budgets}
         loads = []
         progress = stack.enter_context(ShownProgress())
         for repetition in range(repetitions + 1):
             progress("measuring", repetition, repetitions + 1)
             loads.append(psutil.cpu_percent(interval=0.2))
             for key, each in engines.items():
+                is_predicted = key[1] == settings["policy"]
                 runs = [run(each, prompt) for prompt in prompts]
-                others = [run(each, length) for length in also] if key[1] == settings["policy"] else []
+                tokens = _decode(each, model) if is_predicted else []
+                others = {name: measurement(each) for name, measurement in also.items()} if is_predicted else {}
                 if repetition:
                     records[key] += runs
-                    for record in others:
-                        apart.setdefault((key[0], record.num_tokens), []).append(record)
+                    decoded[key[0]] += tokens
+                    for name, result in others.items():
+                        apart.setdefault((key[0], name), []).append(result)
         progress("", 0, 0)
-        learnt = [_learn(engine, threads, settings["policy"], records) for threads in budgets]
+        learnt = [_learn(engine, n, settings["policy"], records, decoded[n]) for n in budgets]
         profile = MeasuredProfile(
             name=f"{platform.node() or 'this machine'} ({platform.machine()})",
             model=model,
@@ -151,10 +174,33 @@ def measure_profile(
         return profile, apart
 
 
-def _learn(engine: Engine, threads: int, policy: str, records: dict[tuple[int, str], list[RunRecord]]) -> ThreadsCost:
+def _learn(
+    engine: Engine,
+    threads: int,
+    policy: str,
+    records: dict[tuple[int, str], list[RunRecord]],
+    decoded: Sequence[Sequence[RunRecord]],
+) -> ThreadsCost:
     longest = max(record.num_tokens for record in records[threads, policy])
     crowded = [record for record in records[threads, policy] if record.num_tokens == longest]
-    return learn_budget(engine.plan, threads=threads, alone=records[threads, "sequential"], crowded=crowded)
+    alone = records[threads, "sequential"]
+    return learn_budget(engine.plan, threads=threads, alone=alone, crowded=crowded, decoded=decoded)
+
+
+def _decode(engine: Engine, model: str) -> list[list[RunRecord]]:
+    """Return the records of tokens of one sequence, after a short and a long history, and of several sequences; none if
+    only the NPU has weights.
+    """
+    if engine.options.decodes_on == "npu":
+        return []
+    most = min(LONGEST_PROMPT, engine.context_length) - NEW_TOKENS - 1
+    runs: list[list[RunRecord]] = []
+    for depth in (min(NEW_TOKENS, most), most):
+        runs.append([])
+        measure(Case(n_gen=NEW_TOKENS, n_depth=depth), engine, model, 1, runs[-1])
+    runs.append([])
+    measure_parallel(SEQUENCES, min(NEW_TOKENS, most), NEW_TOKENS, engine, model, 1, runs[-1])
+    return runs
 
 
 def run(engine: Engine, num_tokens: int) -> RunRecord:

@@ -40,6 +40,7 @@ from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.sustained import Sustained, sustain
 
 DEFAULT_DEVICE_SCHEME = "w8a16"
+DEFAULT_PROMPTS = "64,256,1024"
 
 SIMULATED_SETTINGS = (
     *("policy", "scheme", "threads", "placement", "shadow", "budget", "calibration"),
@@ -78,7 +79,7 @@ def device_option(command: Command) -> Command:
     "-p",
     "--prompt-lengths",
     group="Workload",
-    help="Prompt lengths in tokens, separated by commas.  [default: 64,256,1024]",
+    help=f"Prompt lengths in tokens, separated by commas.  [default: {DEFAULT_PROMPTS}]",
 )
 @option(
     "--chunk",
@@ -264,7 +265,10 @@ def simulate(
     if chunk_lengths is None:
         chunk_lengths = device.chunk_length if isinstance(device, MeasuredProfile) else "32,128,256"
     policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
-    prompts, chunks = _lengths("-p", prompt_lengths or "64,256,1024"), _lengths("--chunk", str(chunk_lengths))
+    prompts, chunks = (
+        _lengths("-p", DEFAULT_PROMPTS if prompt_lengths is None else prompt_lengths),
+        _lengths("--chunk", str(chunk_lengths)),
+    )
     if trace is not None:
         of_prompt = "one prompt length, " if options.arrivals is None else ""
         if (len(prompts) if of_prompt else 1) * len(chunks) * len(policies) > 1:

@@ -174,12 +174,6 @@ def tune(
     prompts = _prompts(prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
     memory_bytes = None if memory is None else read_size("--memory", memory, unit=DEFAULT_UNIT)
-    if isinstance(device, MeasuredProfile):
-        click.echo(
-            f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "
-            "partition; only policy and chunks in flight are searched",
-            err=True,
-        )
     with ShownProgress() as progress:
         tuned = search(
             model,
@@ -204,6 +198,12 @@ def tune(
             aside.write_text(tuned.to_toml(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
+    if isinstance(device, MeasuredProfile):
+        click.echo(
+            f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "
+            "partition; only policy and chunks in flight were searched",
+            err=True,
+        )
     for name, reason in tuned.left_out.items():
         click.echo(f"skipped {name}: {reason}", err=True)
     if plot is not None:

@@ -35,7 +35,7 @@ from multiprocessing import active_children, get_context
 from operator import index
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
@@ -480,7 +480,9 @@ def experiment(
     axis = _axis("placements", placements if by_name is None else by_name.values())
     found_placements = [check_placement(placement, "placements") for placement in axis]
     placement_names = [*by_name] if by_name else [placement_text(placement) for placement in found_placements]
-    found_schemes = {name: with_shadow(name, shadow) for name in _names("schemes", schemes)}
+    if is_compiled(model):
+        found_placements = [placement or read_manifest(Path(model)).placement for placement in found_placements]
+    found_schemes = {name: scheme_of(model, name, shadow) for name in _names("schemes", schemes)}
     modes = _axis("attentions", attentions)
     for mode in modes:
         attention_options(mode)
@@ -657,6 +659,22 @@ def attention_options(attention: str) -> EngineOptions:
     return EngineOptions(npu="qnn", attention="npu", **({"npu_window": windows} if windows else {}))  # type: ignore[arg-type]
 
 
+def is_compiled(model: str | os.PathLike[str] | Shape) -> TypeGuard[str | os.PathLike[str]]:
+    """Return True if a model is an engine directory."""
+    return isinstance(model, str | os.PathLike) and is_engine_directory(Path(model))
+
+
+def scheme_of(model: str | os.PathLike[str] | Shape, name: str, shadow: str | None) -> Scheme:
+    """Return a scheme, with shadows if some are given. If an engine directory has this scheme, it has the directory's
+    own shadows and bits of each layer.
+    """
+    if is_compiled(model) and shadow in (None, "none"):
+        own = read_manifest(Path(model)).scheme
+        if own.name == name:
+            return own
+    return with_shadow(name, shadow)
+
+
 def with_shadow(name: str, shadow: str | None) -> Scheme:
     """Return a scheme, with shadows if some are given."""
     if shadow in (None, "none"):
@@ -676,6 +694,8 @@ def plans_of(
     of `scheme`. Attention that a placement puts on the NPU is on the CPU in these plans, and on the NPU in those of
     `near_plans_of`, as in an engine.
     """
+    if is_compiled(model):
+        placements = [placement or read_manifest(Path(model)).placement for placement in placements]
     found = _plans_of(model, placements, progress, scheme)
     return [with_attention_on_cpu(plan, each, scheme) for plan, each in zip(found, placements, strict=True)]
 
@@ -705,12 +725,14 @@ def _plans_of(
         return [plan_weightless(model, placement, scheme)[0] for placement in placements]
     name = os.fspath(model)
     if is_engine_directory(Path(name)):
-        if any(placements) or scheme.shadowed:
+        manifest = read_manifest(Path(name))
+        is_shadowed = bool(scheme.shadowed) and scheme != manifest.scheme
+        if is_shadowed or any(placement != manifest.placement for placement in placements):
             raise ConfigError(
                 f"{name} is compiled, so its modules are placed already; give its checkpoint, or no placements and no "
                 "shadow"
             )
-        if not (ranks := read_manifest(Path(name)).ranks).are_alone:
+        if not (ranks := manifest.ranks).are_alone:
             raise ConfigError(
                 f"{name} is for {ranks}, and grids take complete decoders; run `chunkrt simulate {name} --ranks "
                 f"{ranks.size} --link 1GbE`"

@@ -4,7 +4,8 @@ A profile contains the duration of every subgraph alone, and the slowdown of con
 
 Costs come from runs of one task at a time, in which the other subgraphs determine the content of the processor's
 caches. Costs are means within a run, because the time of a run is a sum, and medians over runs, because these are
-robust against other load.
+robust against other load. Costs of decode come from chunks of one and of several sequences, and of short and of long
+histories.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +24,8 @@ from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.trace.idle import where_time_went
-from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
-from chunkrt.simulate.work import cut
+from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, decode_plan, twins
+from chunkrt.simulate.work import ChunkWork, cut
 
 SLOWEST = 0.05
 """Lower limit of the speed of a task among others, relative to its speed alone."""
@@ -34,6 +37,7 @@ def learn_budget(
     threads: int,
     alone: Sequence[RunRecord],
     crowded: Sequence[RunRecord],
+    decoded: Sequence[Sequence[RunRecord]],
 ) -> ThreadsCost:
     """Return the measurements of one thread budget.
 
@@ -43,15 +47,20 @@ def learn_budget(
         alone: runs under the policy "sequential", some for a prompt of two or more complete chunks, and some for half a
             chunk.
         crowded: runs of the prompt of complete chunks under the policy to be predicted.
+        decoded: see `learn_decode`.
     """
     costs = learn_costs(plan, alone)
     workers = sum(processor.workers for processor in crowded[0].pipeline.processors)
     speeds = learn_speeds(plan, costs, crowded, workers)
+    decode, step_us, token_us = learn_decode(plan, decoded)
     return ThreadsCost(
         threads=threads,
         prompt_us=median((r.end_ns - r.start_ns - _makespan(r.events)) / 1000 for r in crowded),
         task_us=median(_overhead_ns(record) / len(record.events) / 1000 for record in crowded),
+        step_us=step_us,
+        token_us=token_us,
         subgraphs={name: replace(cost, speeds=speeds[name]) for name, cost in costs.items()},
+        decode=decode,
     )
 
 
@@ -91,6 +100,80 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
             subgraph=subgraph.name, fixed_us=base - row_us * chunk_length, row_us=row_us, pair_us=pair_us
         )
     return costs
+
+
+class _Step(NamedTuple):
+    """A chunk of decoding sequences: its work, and its events in the order of time."""
+
+    work: ChunkWork
+    events: Sequence[TaskEvent]
+
+
+def learn_decode(plan: Plan, runs: Sequence[Sequence[RunRecord]]) -> tuple[dict[str, SubgraphCost], float, float]:
+    """Return the costs of all subgraphs of `decode_plan` by name, and `step_us` and `token_us` of `ThreadsCost`.
+
+    Args:
+        plan: the decoder.
+        runs: for each run of one or several sequences the records of all its tokens, which the CPU computed. The
+            numbers of sequences and their positions must differ between runs, otherwise their costs are not separated.
+    """
+    steps = [_steps(records) for records in runs]
+    if not any(steps):
+        return {}, 0.0, 0.0
+    pipeline = next(record.pipeline for records in runs for record in records if record.is_decode)
+    plan = decode_plan(plan, {stage.name for stage in pipeline.stages})
+    costs = {}
+    first = twins(plan)
+    for subgraph in plan.subgraphs:
+        if first[subgraph.name] != subgraph.name:
+            continue
+        samples: dict[tuple[float, ...], list[float]] = defaultdict(list)
+        for work, events in (step for of_run in steps for step in of_run):
+            own = [
+                e.end_ns - e.start_ns for e in events if first[plan.subgraphs[e.task.subgraph].name] == subgraph.name
+            ]
+            pairs = work.pairs(subgraph.window) if subgraph.all_state else 0
+            samples[1.0, work.num_tokens, pairs].append(fmean(own) / 1000)
+        fixed_us, row_us, pair_us = _fit(samples)
+        costs[subgraph.name] = SubgraphCost(subgraph=subgraph.name, fixed_us=fixed_us, row_us=row_us, pair_us=pair_us)
+    gaps: dict[tuple[float, ...], list[float]] = defaultdict(list)
+    for of_run in steps:
+        for step, following in pairwise(of_run):
+            gap_us = (following.events[0].start_ns - step.events[-1].end_ns) / 1000
+            gaps[1.0, step.work.num_tokens].append(gap_us)
+    step_us, token_us = _fit(gaps)
+    return costs, step_us, token_us
+
+
+def _steps(records: Sequence[RunRecord]) -> list[_Step]:
+    """Return the chunks of decoding sequences in the order of time, without those that only some sequences share."""
+    found: dict[int, _Step] = {}
+    for record in sorted(records, key=lambda record: record.start_ns):
+        if record.is_decode:
+            key, segments = len(found), [(record.position, 1)]
+            if record.chunks:
+                key, segments = record.chunks[0].number, [segment[1:] for segment in record.chunks[0].segments]
+            found[key] = _Step(ChunkWork.shared(segments, len(segments)), record.events)
+    most = max((len(step.work.segments) for step in found.values()), default=0)
+    return [step for step in found.values() if step.work.num_tokens == len(step.work.segments) == most]
+
+
+def _fit(samples: Mapping[tuple[float, ...], Sequence[float]]) -> tuple[float, ...]:
+    """Return the factors, at least 0, whose sums of products with the keys are nearest to the medians of the samples,
+    by their relative errors."""
+    terms = np.array(list(samples), np.float64)
+    values = np.array([median(of_key) for of_key in samples.values()])
+    weights = 1 / np.maximum(values, 1e-3)
+    used = [column for column in range(terms.shape[1]) if column == 0 or np.ptp(terms[:, column])]
+    while True:
+        found = np.linalg.lstsq(terms[:, used] * weights[:, None], values * weights, rcond=None)[0]
+        if len(used) == 1 or found.min() >= 0:
+            break
+        del used[int(found.argmin())]
+    factors = [0.0] * terms.shape[1]
+    for column, factor in zip(used, found, strict=True):
+        factors[column] = max(0.0, float(factor))
+    return tuple(factors)
 
 
 def learn_speeds(

@@ -3,18 +3,22 @@
 A subgraph's duration is linear in its rows and in the positions that these rows attend to. Subgraphs of the same shape
 share one measurement, under the name of the first such subgraph. A profile also contains the mutual slowdown of tasks
 when all workers are busy, because tasks share memory, caches and, if both roles run on the CPU, its threads.
+
+Tokens of decoding sequences run on the CPU alone, through fewer subgraphs (`runtime/executor.py`), so these have costs
+of their own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.tasks import Processor, processors_for
 
 
@@ -42,12 +46,20 @@ class ThreadsCost:
     Attributes:
         prompt_us: overhead of a prompt in addition to its tasks.
         task_us: overhead between two tasks.
+        step_us, token_us: overhead between two chunks of decoding sequences: a constant time, and a time for each
+            token, such as that of sampling.
+        subgraphs: costs in chunks with rows of prompts.
+        decode: costs of the subgraphs of `decode_plan` in chunks of decoding sequences. It is empty if the CPU does not
+            decode.
     """
 
     threads: int
     prompt_us: float
     task_us: float
+    step_us: float
+    token_us: float
     subgraphs: Mapping[str, SubgraphCost]
+    decode: Mapping[str, SubgraphCost]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +86,7 @@ class MeasuredProfile:
     @property
     def accuracy(self) -> str:
         """Comparison of predictions of such profiles with runs, from bench/predict.py."""
-        return "measured with this model; other prompt lengths were within 5 % where they were compared"
+        return "measured with this model; medians of other prompts and of decode were within 16 % in comparisons"
 
     def budget(self, threads: int | None) -> ThreadsCost:
         """Return the measurements of a thread budget, by default of the largest.
@@ -89,6 +101,13 @@ class MeasuredProfile:
                 f"run `chunkrt profile` with --threads {threads}"
             )
         return self.budgets[threads]
+
+
+def decode_plan(plan: Plan, names: Container[str]) -> Plan:
+    """Return the plan of decoding sequences, given the names of its subgraphs: a plan of fused subgraphs, as the native
+    backend runs it, or the same subgraphs on the CPU."""
+    merged = merged_on_cpu(plan)
+    return merged if merged.subgraphs[0].name in names else plan.on_cpu()
 
 
 def twins(plan: Plan) -> dict[str, str]:
@@ -121,8 +140,10 @@ def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
     kinds = {"model": str, "scheme": str, "chunk_length": int, "has_npu": bool, "conditions": str, "threads": list}
     _check_keys(head, tuple(kinds), path, "measured.")
     for key, kind in kinds.items():
-        if not isinstance(head[key], kind):
+        if type(head[key]) is not kind:
             raise ConfigError(f"{path}: measured.{key} is {head[key]!r}, expected {kind.__name__}")
+    if head["chunk_length"] < 1:
+        raise ConfigError(f"{path}: measured.chunk_length is {head['chunk_length']}, expected at least 1")
     budgets = [_budget(entry, path) for entry in head["threads"]]
     if not budgets:
         raise ConfigError(f"{path}: the profile contains no measurement; run `chunkrt profile` again")
@@ -146,31 +167,45 @@ def write_measured(profile: MeasuredProfile) -> str:
     ]
     for budget in profile.budgets.values():
         lines += ["", "[[measured.threads]]"]
-        lines += [f"{key} = {_text(getattr(budget, key))}" for key in ("threads", "prompt_us", "task_us")]
-        for cost in budget.subgraphs.values():
-            lines += ["", "[[measured.threads.subgraphs]]"]
-            lines += [f"{key} = {_text(value)}" for key, value in asdict(cost).items()]
+        lines += [f"{key} = {_text(getattr(budget, key))}" for key in ("threads", *_OVERHEADS)]
+        lines += [f"{kind} = []" for kind in _COSTS if not getattr(budget, kind)]
+        for kind in _COSTS:
+            for cost in getattr(budget, kind).values():
+                lines += ["", f"[[measured.threads.{kind}]]"]
+                lines += [f"{key} = {_text(value)}" for key, value in asdict(cost).items()]
     return "\n".join(lines) + "\n"
+
+
+_OVERHEADS = ("prompt_us", "task_us", "step_us", "token_us")
+_COSTS = ("decode", "subgraphs")
 
 
 def _budget(entry: Any, path: Path) -> ThreadsCost:
     place = "measured.threads."
-    _check_keys(entry, ("threads", "prompt_us", "task_us", "subgraphs"), path, place)
-    threads, costs = entry["threads"], entry["subgraphs"]
+    _check_keys(entry, ("threads", *_OVERHEADS, *_COSTS), path, place)
+    threads = entry["threads"]
     if type(threads) is not int or threads < 1:
         raise ConfigError(f"{path}: {place}threads is {threads!r}, expected at least 1")
-    if not isinstance(costs, list):
-        raise ConfigError(f"{path}: {place}subgraphs is {costs!r}, expected a list of tables")
+    overheads = {key: _number(entry, key, path, place) for key in _OVERHEADS}
+    costs = {kind: _subgraph_costs(entry[kind], path, place + kind) for kind in _COSTS}
     return ThreadsCost(
         threads=threads,
-        prompt_us=_number(entry, "prompt_us", path, place),
-        task_us=_number(entry, "task_us", path, place),
-        subgraphs={cost.subgraph: cost for cost in (_subgraph_cost(entry, path) for entry in costs)},
+        prompt_us=overheads["prompt_us"],
+        task_us=overheads["task_us"],
+        step_us=overheads["step_us"],
+        token_us=overheads["token_us"],
+        subgraphs=costs["subgraphs"],
+        decode=costs["decode"],
     )
 
 
-def _subgraph_cost(entry: Any, path: Path) -> SubgraphCost:
-    place = "measured.threads.subgraphs."
+def _subgraph_costs(costs: Any, path: Path, place: str) -> dict[str, SubgraphCost]:
+    if not isinstance(costs, list):
+        raise ConfigError(f"{path}: {place} is {costs!r}, expected a list of tables")
+    return {cost.subgraph: cost for cost in (_subgraph_cost(entry, path, f"{place}.") for entry in costs)}
+
+
+def _subgraph_cost(entry: Any, path: Path, place: str) -> SubgraphCost:
     _check_keys(entry, tuple(SubgraphCost.__dataclass_fields__), path, place)
     speeds = entry["speeds"]
     if not isinstance(speeds, list) or not speeds or not all(_is_number(s) and s > 0 for s in speeds):

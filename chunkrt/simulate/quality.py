@@ -44,9 +44,15 @@ class Quality:
             ConfigError: an NPU cannot have the scheme, or a search over weights chose it.
         """
         scheme = self.scheme
-        if not scheme.is_static or scheme.name == MIXED:
-            why = "a search over weights chooses" if scheme.name == MIXED else "the NPU does not run"
-            raise ConfigError(f"{self.source} evaluates linear layers under {scheme.name!r}, which {why}; omit it")
+        if scheme.name == MIXED:
+            raise ConfigError(
+                f"{self.source} evaluates {MIXED!r}, and a settings file cannot contain the bits of each layer that a "
+                "search chose; compile the model with --scheme mixed, and tune the engine directory with this file"
+            )
+        if not scheme.is_static:
+            raise ConfigError(
+                f"{self.source} evaluates linear layers under {scheme.name!r}, which the NPU does not run; omit it"
+            )
         if scheme.float_outputs:
             raise ConfigError(
                 f"{self.source} evaluates {scheme.name} with float outputs, which an NPU quantises; evaluate it again "

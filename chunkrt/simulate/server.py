@@ -47,6 +47,8 @@ class SimulatedClient:
         self.number, self.request, self.arrival_ns = number, request, arrival_ns
         self.start_ns = 0.0
         """Time at which the request was admitted."""
+        self.ready_ns = 0.0
+        """Time from which chunks may take the waiting tokens."""
         self.token_ns: list[float] = []
         """Completion times of the tokens of the answer."""
         self.position = 0
@@ -80,6 +82,8 @@ class Server:
         most_in_flight: limit of chunks in flight, except for those that bypass the NPU.
         step: value of `Waiting.step` for all requests.
         prompt_ns: time from the admission of a request until its tokens may be taken.
+        step_ns, token_ns: time from the end of a chunk until the tokens that follow it may be taken: a constant, and a
+            time for each of these tokens.
         admit: returns the route and durations of a chunk.
         decodes_apart: returns True if single tokens bypass the NPU.
     """
@@ -95,12 +99,15 @@ class Server:
         most_in_flight: int,
         step: int,
         prompt_ns: float,
+        step_ns: float,
+        token_ns: float,
         admit: Admit,
         decodes_apart: DecodesApart,
     ) -> None:
         self._schedule, self._batcher = schedule, batcher
         self._admit, self._decodes_apart = admit, decodes_apart
-        self._chunk_length, self._step, self._prompt_ns = chunk_length, step, prompt_ns
+        self._chunk_length, self._step = chunk_length, step
+        self._prompt_ns, self._step_ns, self._token_ns = prompt_ns, step_ns, token_ns
         self._most_sessions, self._most_in_flight = most_sessions, most_in_flight
         self._coming = deque(enumerate(requests))
         self._queue: deque[SimulatedClient] = deque()
@@ -123,22 +130,21 @@ class Server:
         for number, _ in self._schedule.ended:
             if number == self._apart:
                 self._apart = None
-            for client, has_last in self._flying.pop(number):
+            inside = self._flying.pop(number)
+            ready_ns = now + self._step_ns + self._token_ns * sum(has_last for _, has_last in inside)
+            for client, has_last in inside:
                 client.in_flight.remove(number)
                 if has_last:
-                    self._note_token(client, now)
+                    self._note_token(client, now, ready_ns)
         self._schedule.ended.clear()
         self._take_in(now)
-        self._form_chunks([client for client in self._waiting if self._is_ready(client, now)])
+        self._form_chunks([client for client in self._waiting if client.ready_ns <= now])
         if not (self._coming or self._queue or self._inside) and self._schedule.is_open:
             self._schedule.close()
-        calls = [client.start_ns + self._prompt_ns for client in self._waiting if not self._is_ready(client, now)]
+        calls = [client.ready_ns for client in self._waiting if client.ready_ns > now]
         if self._coming and (arrival_ns := self._coming[0][1].arrival_ns) is not None:
             calls.append(arrival_ns)
         return min(calls, default=None)
-
-    def _is_ready(self, client: SimulatedClient, now: float) -> bool:
-        return client.start_ns + self._prompt_ns <= now
 
     def _take_in(self, now: float) -> None:
         """Queue new requests, and admit them while places are free."""
@@ -154,16 +160,16 @@ class Server:
             self._queue.append(client)
         while self._queue and len(self._inside) < self._most_sessions:
             client = self._queue.popleft()
-            client.start_ns = now
+            client.start_ns, client.ready_ns = now, now + self._prompt_ns
             self._inside.append(client)
             self._waiting.append(client)
 
-    def _note_token(self, client: SimulatedClient, now: float) -> None:
+    def _note_token(self, client: SimulatedClient, now: float, ready_ns: float) -> None:
         client.token_ns.append(now)
         if len(client.token_ns) == client.request.generate:
             self._inside.remove(client)
         else:
-            client.num_left, client.num_passed = 1, 0
+            client.num_left, client.num_passed, client.ready_ns = 1, 0, ready_ns
             self._waiting.append(client)
 
     def _form_chunks(self, ready: Sequence[SimulatedClient]) -> None:

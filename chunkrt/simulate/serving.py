@@ -220,7 +220,7 @@ def serve(
 
     def admit(chunk: ChunkRecord, num_rows: int, is_apart: bool) -> ChunkCosts:
         costs.chunks.append(ChunkWork.shared([(s.position, s.num_tokens) for s in chunk.segments], num_rows))
-        ways.append("cpu" if is_apart else next(iter(costs.ways)))
+        ways.append(costs.way_of(costs.chunks[-1], is_apart=is_apart))
         route = routes[ways[-1], num_rows > 0]
         durations = [0] * size
         for subgraph in route.subgraphs:
@@ -236,6 +236,8 @@ def serve(
         most_in_flight=chunks_in_flight,
         step=step,
         prompt_ns=costs.prompt_ns,
+        step_ns=costs.step_ns,
+        token_ns=costs.token_ns,
         admit=admit,
         decodes_apart=costs.decodes_apart,
     )

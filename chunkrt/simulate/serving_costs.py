@@ -17,11 +17,11 @@ from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import Speeds
-from chunkrt.simulate.measured import MeasuredProfile
+from chunkrt.simulate.measured import MeasuredProfile, decode_plan
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.simulator import measured_costs
 from chunkrt.simulate.speeds import crowd_speeds, memory_speeds
-from chunkrt.simulate.work import ChunkWork, ModelledWork, Work, WorkOf, measured_work
+from chunkrt.simulate.work import ChunkWork, MeasuredWork, ModelledWork, Work, WorkOf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,11 @@ class ServingCosts:
 
     Attributes:
         plan: the subgraphs of all ways, one way after the other.
-        ways: the ways by name: "npu" with an NPU, "cpu" without.
+        ways: the ways by name. Chunks with rows of prompts take the first: "npu" with an NPU, otherwise "prompts" or
+            "cpu". Chunks of single tokens take "cpu", unless the NPU computes them.
         prompt_ns: overhead of a prompt before its tasks.
+        step_ns, token_ns: overhead after a chunk that ends tokens of answers: a constant time, and a time for each of
+            these tokens.
         chunks: receives every chunk; `work_of` and `speeds` read it.
         decodes_apart: if both ways exist, returns True if single tokens at the given positions bypass the NPU.
     """
@@ -70,6 +73,13 @@ class ServingCosts:
     work_of: WorkOf
     speeds: Speeds
     decodes_apart: Callable[[Sequence[int]], bool]
+    step_ns: float = 0.0
+    token_ns: float = 0.0
+
+    def way_of(self, chunk: ChunkWork, *, is_apart: bool) -> str:
+        """Return the name of a chunk's way; `is_apart` is true for a chunk that bypasses the NPU."""
+        is_decode = all(num_tokens == 1 for _, num_tokens in chunk.parts)
+        return "cpu" if is_apart or ("npu" not in self.ways and is_decode) else next(iter(self.ways))
 
 
 def serving_costs(
@@ -130,7 +140,7 @@ def never(positions: Sequence[int]) -> bool:
     return False
 
 
-def _together(work: ModelledWork, plan: Plan, positions: Sequence[int]) -> int:
+def _together(work: ModelledWork | MeasuredWork, plan: Plan, positions: Sequence[int]) -> int:
     """Return the nanoseconds of a chunk of single tokens at some positions, without overlap."""
     chunk = ChunkWork.shared([(position, 1) for position in positions], len(positions))
     return sum(work.of(index, chunk).ns for index in range(len(plan.subgraphs)))
@@ -145,29 +155,53 @@ def _measured(
     plan: Plan, device: MeasuredProfile, scheme: Scheme, chunk_length: int, threads: int | None, decode_on: DecodeOn
 ) -> ServingCosts:
     budget = device.budget(threads)
-    costs = measured_costs(plan, device, budget, chunk_length, scheme.name)
-    way = "npu" if device.has_npu else "cpu"
-    if decode_on not in ("auto", way):
+    if decode_on == "npu" and not device.has_npu:
         raise ConfigError(
-            f"{device.name} was measured {'with' if device.has_npu else 'without'} an NPU, so it cannot "
-            f"predict decode on the {decode_on.upper()}; remove --decode-on {decode_on}"
+            f"{device.name} was measured without an NPU, so it cannot predict decode on the NPU; remove --decode-on npu"
         )
     chunks: list[ChunkWork] = []
     processors = device.processors(budget.threads)
+    size = len(plan.subgraphs)
+    costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name)
+    work_of: WorkOf
+    work_of = whole = MeasuredWork(plan, costs, budget.task_us, chunks)
+    by_task = [costs[subgraph.name] for subgraph in plan.subgraphs]
+    ways = {"npu" if device.has_npu else "prompts": Way(plan=plan, first=0, processors=processors)}
+    decodes_apart = never
+    if decode_on != "npu":
+        if not budget.decode:
+            raise ConfigError(
+                f"{device.name} has no costs of decode on the CPU; run `chunkrt profile` with the CPU's weights, or "
+                "add --decode-on npu"
+            )
+        on_cpu = decode_plan(plan, budget.decode)
+        of_decode = measured_costs(on_cpu, device, budget.decode, chunk_length, scheme.name)
+        ways["cpu"] = Way(plan=on_cpu, first=size, processors=processors[-1:])
+        alone = MeasuredWork(on_cpu, of_decode, budget.task_us, chunks)
+        work_of = _either(whole, alone, size)
+        by_task += [of_decode[subgraph.name] for subgraph in on_cpu.subgraphs]
+
+        def decodes_apart(positions: Sequence[int]) -> bool:
+            if decode_on == "cpu" or not device.has_npu:
+                return device.has_npu
+            return _together(alone, on_cpu, positions) <= _together(whole, plan, positions)
+
     return ServingCosts(
-        plan=plan,
-        ways={way: Way(plan=plan, first=0, processors=processors)},
+        plan=replace(plan, subgraphs=tuple(subgraph for way in ways.values() for subgraph in way.plan.subgraphs)),
+        ways=ways,
         processors=processors,
         prompt_ns=1000 * budget.prompt_us,
+        step_ns=1000 * budget.step_us,
+        token_ns=1000 * budget.token_us,
         chunks=chunks,
-        work_of=measured_work(plan, costs, budget, chunks),
-        speeds=crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds),
-        decodes_apart=never,
+        work_of=work_of,
+        speeds=crowd_speeds(lambda task: by_task[task.subgraph].speeds),
+        decodes_apart=decodes_apart,
     )
 
 
 def _either(first: WorkOf, second: WorkOf, size: int) -> WorkOf:
-    """Combine the work of two ways of `size` subgraphs each, one after the other."""
+    """Combine the work of two ways, the first of which has `size` subgraphs, one after the other."""
 
     def work_of(task: Task) -> Work:
         if task.subgraph < size:

@@ -28,11 +28,11 @@ from chunkrt.runtime.trace.idle import CAUSES, Cause, where_time_went
 from chunkrt.runtime.trace.utilisation import Utilisation, link_time, utilisation
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
-from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
+from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, twins
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
 from chunkrt.simulate.tables import ENDS
-from chunkrt.simulate.work import ChunkWork, ModelledWork, WorkOf, cut, measured_work, with_sums
+from chunkrt.simulate.work import ChunkWork, MeasuredWork, ModelledWork, WorkOf, cut, with_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +271,8 @@ def known_scheme(scheme: str | Scheme) -> Scheme:
     """Return a scheme that a profile can have costs for. Raise ConfigError for an unknown name, and for "mixed"."""
     if scheme == MIXED:
         raise ConfigError(
-            "the scheme 'mixed' depends on a search over a model's weights; give a checkpoint, or an engine directory "
-            "that was compiled with it"
+            "the scheme 'mixed' depends on a search over a model's weights; compile the model with it, and give the "
+            "engine directory"
         )
     return find_scheme(scheme) if isinstance(scheme, str) else scheme
 
@@ -330,8 +330,8 @@ def _run(
             )
         budget = device.budget(threads)
         processors = device.processors(budget.threads)
-        costs = measured_costs(plan, device, budget, chunk_length, scheme.name)
-        work_of = measured_work(plan, costs, budget, chunks)
+        costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name)
+        work_of = MeasuredWork(plan, costs, budget.task_us, chunks)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
         work_of = with_sums(work_of, plan, chunks, link, ranks)
@@ -495,10 +495,10 @@ def _shares(records: Sequence[RunRecord]) -> dict[str, ProcessorShares]:
 
 
 def measured_costs(
-    plan: Plan, profile: MeasuredProfile, budget: ThreadsCost, chunk_length: int, scheme: str
+    plan: Plan, profile: MeasuredProfile, known: Mapping[str, SubgraphCost], chunk_length: int, scheme: str
 ) -> dict[str, SubgraphCost]:
-    """Return the measured costs of all subgraphs; raise ConfigError if the profile was measured on another
-    configuration."""
+    """Return the costs of all subgraphs, given those that a profile knows; raise ConfigError if the profile was
+    measured on another configuration."""
     if (scheme, chunk_length) != (profile.scheme, profile.chunk_length):
         raise ConfigError(
             f"{profile.name} was measured with scheme {profile.scheme} and chunks of {profile.chunk_length}, not "
@@ -506,12 +506,12 @@ def measured_costs(
         )
     first = twins(plan)
     for name in first.values():
-        if name not in budget.subgraphs:
+        if name not in known:
             raise ConfigError(
                 f"{profile.name} was measured with {profile.model} and has no subgraph {name} of this model; "
                 "run `chunkrt profile` with it"
             )
-    return {name: budget.subgraphs[twin] for name, twin in first.items()}
+    return {name: known[twin] for name, twin in first.items()}
 
 
 def _memory(plan: Plan, plans: Sequence[Plan], scheme: Scheme, records: Sequence[RunRecord], prompt_length: int) -> int:

@@ -25,6 +25,7 @@ from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
 from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine.roles import linear_refusal
 from chunkrt.engine.settings import DEVICE, settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, unknown_name
@@ -41,7 +42,7 @@ from chunkrt.simulate.experiments import (
     near_plans_of,
     places_attention,
     plans_of,
-    with_shadow,
+    scheme_of,
 )
 from chunkrt.simulate.models import is_weightless
 from chunkrt.simulate.quality import Quality, check_comparable
@@ -348,7 +349,7 @@ def tune(
         bounds += [] if search.bound is None else [search.bound]
         num_searched += search.num_searched
         left_out |= search.left_out
-    usual = [c for c in choices if (c.partition, c.attention) == (NATURAL, ON_CPU)]
+    usual = [c for c in choices if (c.partition, c.attention) == (NATURAL, ON_CPU)] or choices
     schemes = [c for c in usual if c.quantisation == {"scheme": fixed.scheme}] or usual
     longest = max(choice.chunk_length for choice in schemes)
     default = next((c for c in schemes if c.chunk_length == DEFAULT_CHUNK_LENGTH), None)
@@ -470,13 +471,13 @@ class _SchemeSearch:
         self._device, self._fixed, self._candidate, self._progress = device, fixed, candidate, progress
         self._prompt_lengths, self._memory_bytes, self._objective = prompt_lengths, memory_bytes, objective
         self._shadow = candidate.quantisation.get("shadow")
-        self._scheme = with_shadow(candidate.quantisation["scheme"], self._shadow)
+        self._scheme = scheme_of(model, candidate.quantisation["scheme"], self._shadow)
         self._simulate, self._queue = simulate, queue
         self.choices: list[Setup] = []
         self.num_searched = 0
         self.bound: float | None = None
         self.left_out: dict[str, str] = {}
-        self._partitions: dict[str, Placement] = {NATURAL: PARTITIONS[NATURAL]}
+        self._partitions: dict[str, Placement] = {NATURAL: fixed.placement}
         [self._plan] = plans_of(model, [{}], progress, self._scheme)
         self._plans = {NATURAL: self._plan}
         self._has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
@@ -497,7 +498,8 @@ class _SchemeSearch:
 
     def _parts(self) -> Iterator[_Part]:
         on_cpu = {n: p for n, p in self._partitions.items() if not places_attention(self._plans.get(n, self._plan), p)}
-        yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
+        if on_cpu:
+            yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
         if not self._fixed.is_measured and self._has_npu:
             for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths):
                 able = _with_attention(self._partitions, self._plans, attention, max(self._lengths), self._scheme)
@@ -679,6 +681,7 @@ class _Fixed:
     compiled: Scheme | None = None
     chunk_lengths: tuple[int, ...] = ()
     attentions: tuple[str, ...] = ()
+    placement: Placement = field(default_factory=dict)
 
     @staticmethod
     def of(model: str | os.PathLike[str] | Shape, device: DeviceProfile | MeasuredProfile) -> _Fixed:
@@ -700,6 +703,7 @@ class _Fixed:
                 compiled=manifest.scheme,
                 chunk_lengths=tuple(lengths),
                 attentions=(f"npu:{compiled['npu_window']}",) if compiled.get("attention") == "npu" else (),
+                placement=manifest.placement,
             )
         return _Fixed()
 
@@ -719,6 +723,8 @@ class _Fixed:
             raise ConfigError(
                 f"the NPU runs no linear layers under the scheme {scheme.name!r}; use a static one: {static}"
             )
+        if self.compiled is not None and (refusal := linear_refusal(npu_support, self.compiled)):
+            raise ConfigError(f"{self.reason}, which the NPU does not run: {refusal}")
         return scheme.name
 
     def chunk_lengths_or(self, wanted: Iterable[int] | None) -> list[int]:

@@ -33,7 +33,7 @@ from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.link import LinkProfile
-from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
+from chunkrt.simulate.measured import SubgraphCost, twins
 from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
 
 
@@ -111,23 +111,32 @@ def cut(prompt_length: int, chunk_length: int) -> list[ChunkWork]:
     ]
 
 
-def measured_work(
-    plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCost, chunks: Sequence[ChunkWork]
-) -> WorkOf:
-    """Return the durations of a measured profile.
+class MeasuredWork:
+    """Durations of a measured profile.
 
     Args:
+        plan: the decoder.
         costs: costs of all subgraphs, by name.
+        task_us: overhead between two tasks.
+        chunks: chunks of the run, by number; more may be added.
     """
 
-    def work(task: Task) -> Work:
-        subgraph, chunk = plan.subgraphs[task.subgraph], chunks[task.chunk]
-        cost = costs[subgraph.name]
-        pairs = chunk.pairs(subgraph.window)
-        us = budget.task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * pairs
-        return Work(round(1000 * us), 0.0)
+    def __init__(
+        self, plan: Plan, costs: Mapping[str, SubgraphCost], task_us: float, chunks: Sequence[ChunkWork]
+    ) -> None:
+        self._plan, self._costs, self._task_us, self._chunks = plan, costs, task_us, chunks
 
-    return work
+    def __call__(self, task: Task) -> Work:
+        """Return the work of one task."""
+        return self.of(task.subgraph, self._chunks[task.chunk])
+
+    def of(self, index: int, chunk: ChunkWork) -> Work:
+        """Return the work of a subgraph on any chunk, even if the chunk is not part of the run."""
+        subgraph = self._plan.subgraphs[index]
+        cost = self._costs[subgraph.name]
+        pairs = chunk.pairs(subgraph.window)
+        us = self._task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * pairs
+        return Work(round(1000 * us), 0.0)
 
 
 def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[ChunkWork], link: LinkProfile, ranks: int) -> WorkOf:

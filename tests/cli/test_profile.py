@@ -23,6 +23,17 @@ def test_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
     assert {cost.speeds for cost in profile.budgets[1].subgraphs.values()} == {(1.0,)}
     assert all(len(cost.speeds) == 2 for cost in profile.budgets[2].subgraphs.values())
     assert all(cost.fixed_us + cost.row_us + cost.pair_us > 0 for cost in profile.budgets[1].subgraphs.values())
+    assert all(
+        len(budget.decode) == 2 and all(cost.fixed_us + cost.row_us > 0 for cost in budget.decode.values())
+        for budget in profile.budgets.values()
+    )
+    load = ("--arrivals", "closed", "--prompt", "4", "--generate", "9", "--sessions", "2", "--requests", "2")
+    served = command("simulate", GGUF, "--device", str(path), *load, "--json")
+    [row] = json.loads(served.out)
+    layers, head = profile.budgets[2].decode.values()
+    step_us = sum(cost.fixed_us + 2 * cost.row_us for cost in (layers, head)) + layers.pair_us * 2 * 8.5
+    step_us += profile.budgets[2].step_us + 2 * profile.budgets[2].token_us + 2 * profile.budgets[2].task_us
+    assert row["gap_ms"]["mean"] == pytest.approx(step_us / 1000, rel=1e-3)
     simulated = command("simulate", GGUF, "--device", str(path), "-p", "20", "--threads", "1", "--json")
     assert simulated.status == 0
     [row] = json.loads(simulated.out)
@@ -52,3 +63,12 @@ def test_profile_refuses_chunks_as_long_as_the_prompt(command, tmp_path: Path) -
     assert finished.status == 1
     assert "chunks of 128 in 128 tokens" in finished.err
     assert "use shorter chunks" in finished.err
+
+
+def test_profile_refuses_a_context_without_room_for_decode(command, tmp_path: Path) -> None:
+    context = ("--chunk", "4", "--context", "17")
+    finished = command("profile", GGUF, "-o", str(tmp_path / "here.toml"), "-r", "1", *context)
+    assert finished.status == 1
+    assert "the context has 17 tokens; expected at least 18, to measure decode" in finished.err
+    context = ("--chunk", "4", "--context", "18")
+    assert command("profile", GGUF, "-o", str(tmp_path / "here.toml"), "-r", "1", *context).status == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,16 @@ def test_an_unknown_device_is_refused_with_all_names() -> None:
 
 def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
     cost = SubgraphCost(subgraph="static.0", fixed_us=1.5, row_us=0.25, pair_us=0.0, speeds=(1.0, 0.625))
-    budget = ThreadsCost(threads=2, prompt_us=9.0, task_us=0.5, subgraphs={"static.0": cost})
+    token = SubgraphCost(subgraph="head", fixed_us=7.0, row_us=3.0, pair_us=0.125)
+    budget = ThreadsCost(
+        threads=2,
+        prompt_us=9.0,
+        task_us=0.5,
+        step_us=20.0,
+        token_us=4.0,
+        subgraphs={"static.0": cost},
+        decode={"head": token},
+    )
     profile = MeasuredProfile(
         name='a "name"',
         model="m",
@@ -130,13 +139,22 @@ def test_a_measured_profile_reads_back_as_it_was_written(tmp_path: Path) -> None
         budgets={2: budget},
     )
     path = tmp_path / "measured.toml"
-    path.write_text(write_measured(profile), encoding="utf-8")
-    assert read_profile(path) == profile
+    for each in (profile, replace(profile, budgets={2: replace(budget, decode={})})):
+        path.write_text(write_measured(each), encoding="utf-8")
+        assert read_profile(path) == each
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     assert table["measured"]["threads"][0]["subgraphs"][0]["speeds"] == [1.0, 0.625]
-    path.write_text(write_measured(profile).replace("row_us", "rows_us"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"did you mean 'measured\.threads\.subgraphs\.row_us'"):
-        read_profile(path)
+    for key, message in {
+        "row_us": r"did you mean 'measured\.threads\.decode\.row_us'",
+        "step_us": r"did you mean 'measured\.threads\.step_us'",
+    }.items():
+        path.write_text(write_measured(profile).replace(key, f"x_{key}"), encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            read_profile(path)
+    for value, message in {"0": "expected at least 1", "-32": "expected at least 1", "true": "expected int"}.items():
+        path.write_text(write_measured(profile).replace("chunk_length = 32", f"chunk_length = {value}"))
+        with pytest.raises(ConfigError, match=f"measured.chunk_length is .*, {message}"):
+            read_profile(path)
 
 
 PARAMETERS = {

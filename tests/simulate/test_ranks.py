@@ -365,7 +365,9 @@ def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile)
         chunk_length=32,
         has_npu=False,
         conditions="none",
-        budgets={1: ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, subgraphs={})},
+        budgets={
+            1: ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs={}, decode={})
+        },
     )
     with pytest.raises(ConfigError, match="toy was measured on a complete decoder"):
         simulate(share(0, 2), measured, scheme=SCHEME, **options)

@@ -17,6 +17,7 @@ from trace_checker import CheckedTrace
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.record import RunRecord
@@ -250,23 +251,47 @@ def test_shared_chunks_attend_to_each_sequences_history() -> None:
     assert max(first.ns, second.ns) < together.ns < first.ns + second.ns  # a task costs its start once
 
 
-def test_a_measured_profile() -> None:
-    """Every task takes 10 microseconds, and 2 more for each row; attention also half of one for each pair."""
+def profile_of(*, has_npu: bool = False, decode_us: float | None = 40.0) -> MeasuredProfile:
+    """Every task of a chunk with a prompt takes 10 microseconds, and 2 more for each row; attention also half of one
+    for each pair. Of decoding sequences, all layers take `decode_us` microseconds, 3 for each row and a quarter for
+    each pair, and the head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
+    """
     costs = {
         name: SubgraphCost(
-            subgraph=name, fixed_us=10.0, row_us=2.0, pair_us=0.5 if name.startswith("dynamic") else 0.0, speeds=(1.0,)
+            subgraph=name,
+            fixed_us=10.0,
+            row_us=2.0,
+            pair_us=0.5 if name.startswith("dynamic") else 0.0,
         )
         for name in twins(SMALL).values()
     }
-    profile = MeasuredProfile(
+    layers, head = merged_on_cpu(SMALL).subgraphs
+    decode = {
+        layers.name: SubgraphCost(subgraph=layers.name, fixed_us=decode_us or 0.0, row_us=3.0, pair_us=0.25),
+        head.name: SubgraphCost(subgraph=head.name, fixed_us=5.0, row_us=1.0, pair_us=0.0),
+    }
+    budget = ThreadsCost(
+        threads=1,
+        prompt_us=100.0,
+        task_us=0.0,
+        step_us=20.0,
+        token_us=6.0,
+        subgraphs=costs,
+        decode={} if decode_us is None else decode,
+    )
+    return MeasuredProfile(
         name="toy",
         model="small",
         scheme="w8a16",
         chunk_length=32,
-        has_npu=False,
+        has_npu=has_npu,
         conditions="none",
-        budgets={1: ThreadsCost(threads=1, prompt_us=100.0, task_us=0.0, subgraphs=costs)},
+        budgets={1: budget},
     )
+
+
+def test_a_measured_profile() -> None:
+    profile = profile_of()
     load = Load(requests=[asked(0, 3, 1), asked(0, 5, 1)], num_cut=0)
     found = simulate_serving(SMALL, profile, load, **OPTIONS)
     us = 100 + 6 * (10 + 2 * 8) + (10 + 2 * 2) + 2 * 0.5 * (6 + 15)  # 6 tasks of 8 rows, the head of two
@@ -277,6 +302,31 @@ def test_a_measured_profile() -> None:
         simulate_serving(SMALL, profile, load, **OPTIONS, chunks_in_flight=2)
     with pytest.raises(ConfigError, match="there are no requests to serve"):
         simulate_serving(SMALL, profile, Load(requests=[], num_cut=0), **OPTIONS)
+
+
+@pytest.mark.parametrize("has_npu", [False, True])
+def test_a_measured_profile_of_decoding_sequences(has_npu: bool) -> None:
+    """A step of two sequences takes the costs of decode, and the overhead of a step and two tokens."""
+    load = Load(requests=[asked(0, 3, 4), asked(0, 5, 4)], num_cut=0)
+    found = simulate_serving(SMALL, profile_of(has_npu=has_npu), load, **OPTIONS, decode_on="cpu")
+    steps = [40 + 3 * 2 + 0.25 * pairs + 5 + 2 + 20 + 6 * 2 for pairs in (4 + 6, 5 + 7, 6 + 8)]
+    assert found.gap_ms is not None
+    assert found.gap_ms.mean == pytest.approx(sum(steps) / 3 / 1000)
+    assert rows_of(found) == [[(0, 0, 3), (1, 0, 5)], *([(0, 3 + n, 1), (1, 5 + n, 1)] for n in range(3))]
+    tasks = [len(record.events) for record in found.records()]
+    assert tasks == [7, 2, 2, 2] * 2  # prompts have a task for each subgraph
+    check_records(found.records(), load.requests, 32)
+
+
+def test_a_measured_profile_decides_where_sequences_decode() -> None:
+    load = Load(requests=[asked(0, 3, 4)], num_cut=0)
+    for decode_us, on_cpu in ((40.0, 0.75), (400.0, 0.0)):  # the NPU and the CPU together take 7 tasks of about 12
+        found = simulate_serving(SMALL, profile_of(has_npu=True, decode_us=decode_us), load, **OPTIONS)
+        assert found.on_cpu == on_cpu
+    npu = simulate_serving(SMALL, profile_of(has_npu=True, decode_us=None), load, **OPTIONS, decode_on="npu")
+    assert npu.on_cpu == 0
+    with pytest.raises(ConfigError, match="toy has no costs of decode on the CPU; run `chunkrt profile`"):
+        simulate_serving(SMALL, profile_of(has_npu=True, decode_us=None), load, **OPTIONS, decode_on="cpu")
 
 
 def test_clock_waits_for_external_events() -> None:

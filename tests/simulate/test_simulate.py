@@ -14,11 +14,14 @@ from small_shape import SMALL_SHAPE
 from chunkrt.cli import cli
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.policy import POLICIES
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_device, find_shape, simulate
-from chunkrt.simulate.learn import learn_costs, learn_speeds
+from chunkrt.simulate.arrivals import draw
+from chunkrt.simulate.learn import learn_costs, learn_decode, learn_speeds
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins, write_measured
 from chunkrt.simulate.profile import OperatorCost, ProcessorCost
+from chunkrt.simulate.serving import simulate_serving
 
 SMALL = replace(SMALL_SHAPE, num_layers=3)
 
@@ -43,7 +46,9 @@ def measured(plan: Plan, *, threads: int = 1, speeds: tuple[float, ...] = (1.0,)
         )
         for name in twins(plan).values()
     }
-    budget = ThreadsCost(threads=threads, prompt_us=100.0, task_us=0.0, subgraphs=costs)
+    budget = ThreadsCost(
+        threads=threads, prompt_us=100.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs=costs, decode={}
+    )
     return MeasuredProfile(
         name="toy",
         model="small",
@@ -239,6 +244,44 @@ def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> Non
     assert learnt["dynamic.0"] == pytest.approx((1.0, 0.6), rel=1e-3)
 
 
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_costs_of_decode_are_learnt_back_from_simulated_servers(plan: Plan, is_merged: bool) -> None:
+    """Runs of one sequence with a short and with a long history, and of eight sequences, suffice."""
+    decoder = merged_on_cpu(plan) if is_merged else plan.on_cpu()
+    names = twins(decoder).values()
+    costs = {
+        name: SubgraphCost(
+            subgraph=name,
+            fixed_us=400.0,
+            row_us=30.0,
+            pair_us=2.0 if name.startswith("dynamic") or ".." in name else 0.0,
+        )
+        for name in names
+    }
+    budget = replace(measured(plan).budgets[1], step_us=50.0, token_us=10.0, decode=costs)
+    truth = replace(measured(plan), budgets={1: budget})
+    runs = [
+        simulate_serving(
+            plan,
+            truth,
+            draw("closed", str(depth), "9", requests=number, context_length=512),
+            sessions=number,
+            chunk_length=32,
+            policy="in_order",
+            scheme="w8a16",
+        ).records()
+        for number, depth in ((1, 4), (1, 400), (8, 4))
+    ]
+    decode, step_us, token_us = learn_decode(plan, runs)
+    assert (step_us, token_us) == pytest.approx((50, 10), rel=1e-3)
+    assert set(decode) == set(names)
+    for name, cost in decode.items():
+        for rows, pairs in ((1, 50), (4, 600)):
+            expected = 400 + 30 * rows + costs[name].pair_us * pairs
+            assert cost.fixed_us + cost.row_us * rows + cost.pair_us * pairs == pytest.approx(expected, rel=1e-3)
+    assert learn_decode(plan, [[record for record in runs[0] if not record.is_decode]]) == ({}, 0, 0)
+
+
 def run_cli(*arguments: str) -> list[dict]:
     result = CliRunner().invoke(cli, ["simulate", *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0
@@ -273,6 +316,7 @@ def test_the_command_prints_a_table() -> None:
     [
         (["gemma-2b", "--device", "pixel"], "unknown device 'pixel'"),
         (["gemma-2b", "--device", "sd8gen3", "-p", "0"], "-p is '0', expected"),
+        (["gemma-2b", "--device", "sd8gen3", "-p", ""], "-p is '', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--chunk", "x"], "--chunk is 'x', expected"),
         (["gemma-2b", "--device", "sd8gen3", "--policy", "fast"], "unknown policy 'fast'"),
         (["gemma-2", "--device", "sd8gen3"], "built-in shapes are allam-7b, "),

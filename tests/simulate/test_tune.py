@@ -19,13 +19,16 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 import chunkrt.simulate.tune as search
+from chunkrt.cli.compile import compile as compile_command
 from chunkrt.cli.eval import eval as eval_command
 from chunkrt.cli.profile import profile as profile_command
 from chunkrt.engine.resolve import choose_recipe
 from chunkrt.engine.settings import read_settings
+from chunkrt.engine_directory.manifest import read_manifest, read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan
+from chunkrt.quant.scheme import Scheme, find_scheme
 from chunkrt.simulate import Shape, find_device, simulate
 from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.experiments import near_plans_of, with_shadow
@@ -365,7 +368,7 @@ def test_settings_quantise_as_the_evaluated_model(options: dict[str, object]) ->
         ({"qualities": [quality("w8a8-dynamic", 0.1)]}, "'w8a8-dynamic', which the NPU does not run"),
         (
             {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), name="mixed"))]},
-            "'mixed', which a search over weights chooses",
+            "compile the model with --scheme mixed, and tune the engine directory",
         ),
         (
             {"qualities": [quality("w8a8", 0.1, scheme=replace(with_shadow("w8a8", None), wide=("*",)))]},
@@ -688,7 +691,7 @@ def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, p
     out = tmp_path / "tuned.toml"
     finished = command("tune", GGUF, "--device", profile, "-p", "100", "-o", out, "--json")
     assert finished.status == 0, finished.err
-    assert "only policy and chunks in flight are searched" in finished.err
+    assert "only policy and chunks in flight were searched" in finished.err
     found = json.loads(finished.out)
     assert {(c["partition"], c["chunk_length"]) for c in found["choices"]} == {(NATURAL, 8)}
     settings = read_settings(out)
@@ -719,10 +722,83 @@ def test_measured_profile_refuses_other_choices(profile: Path, options: dict[str
 
 def test_an_engine_directory_keeps_its_scheme_and_its_partition(command, tmp_path: Path) -> None:
     folder = tmp_path / "engine"
-    command("compile", GGUF, "-o", folder, "--scheme", "w8a8")
+    command("compile", GGUF, "-o", folder, "--scheme", "w8a16")
     found = tune(str(folder), "sd8gen3", prompt_lengths=[100], workers=1)
-    assert found.settings["scheme"] == "w8a8"
+    assert found.settings["scheme"] == "w8a16"
     assert {c.partition for c in found.choices} == {NATURAL}
     assert {c.chunk_length for c in found.choices} == {32, 64, 96, 128}
-    with pytest.raises(ConfigError, match="was compiled under w8a8, not w8a16"):
-        tune(str(folder), "sd8gen3", prompt_lengths=[100], scheme="w8a16")
+    with pytest.raises(ConfigError, match="was compiled under w8a16, not w8a8"):
+        tune(str(folder), "sd8gen3", prompt_lengths=[100], scheme="w8a8")
+
+
+def test_an_engine_directory_that_the_npu_does_not_run_is_refused(command, tmp_path: Path) -> None:
+    """Without a SoC, `w8a8` has outputs in float."""
+    folder = tmp_path / "engine"
+    command("compile", GGUF, "-o", folder, "--scheme", "w8a8")
+    finished = command("tune", folder, "--device", "sd8gen3", "-o", tmp_path / "tuned.toml")
+    assert (finished.status, finished.out) == (1, "")
+    assert "was compiled under w8a8, which the NPU does not run: MatMul of u8 by s8 into float32" in finished.err
+    assert finished.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scheme]:
+    """An engine directory for which a search chose the bits of each layer, and its scheme."""
+    folder = tmp_path_factory.mktemp("mixed") / "engine"
+    compile_command.main([GGUF, "-o", str(folder), "--scheme", "mixed", "--budget", "kl=0.0003"], standalone_mode=False)
+    scheme = read_manifest(folder).scheme
+    assert scheme.wide or scheme.shadowed
+    return folder, scheme
+
+
+def test_an_engine_directory_of_a_mixed_scheme_has_the_bits_of_its_layers(mixed, tmp_path: Path) -> None:
+    folder, scheme = mixed
+    plan = read_plan(folder)
+    found = tune(str(folder), "sd8gen3", prompt_lengths=[100], workers=1)
+    assert {choice.quantisation["scheme"] for choice in found.choices} == {"mixed"}
+    choice = next(c for c in found.choices if c.attention == "cpu" and c.chunks_in_flight is None)
+    options = {"prompt_length": 100, "chunk_length": choice.chunk_length, "policy": choice.policy}
+    times = [
+        simulate(plan, find_device("sd8gen3"), scheme=each, **options).time_to_first_token_ms
+        for each in (scheme, find_scheme("w8a8"))
+    ]
+    assert choice.time_ms == pytest.approx(times[0])
+    assert times[0] != times[1]
+    (tmp_path / "tuned.toml").write_text(found.to_toml())
+    with chunkrt.load(folder, **{**read_settings(tmp_path / "tuned.toml"), "npu": "auto"}) as engine:
+        assert engine.scheme == scheme
+
+
+def test_an_engine_directory_of_a_mixed_scheme_has_its_divergence(mixed, tmp_path: Path) -> None:
+    folder, scheme = mixed
+    options = {"prompt_lengths": [100], "chunk_lengths": [32], "workers": 1}
+    measured = quality("w8a8", 0.125, scheme=scheme)
+    assert tune(str(folder), "sd8gen3", qualities=[measured], **options).best.mean_kl == 0.125
+    with pytest.raises(ConfigError, match="the KL divergence of mixed is unknown"):
+        tune(str(folder), "sd8gen3", qualities=[quality("w8a8", 0.125)], **options)
+
+
+@pytest.mark.parametrize(
+    ("placed", "attentions"),
+    [
+        ("layers=1", {True}),  # the attention of such layers too, for chunks within the window
+        ('"model.layers.*.mlp" = "cpu"', {False, True}),
+        ('"model.layers.1.self_attn" = "npu"', {True}),
+    ],
+)
+def test_an_engine_directory_keeps_its_placement(command, tmp_path: Path, placed: str, attentions: set[bool]) -> None:
+    folder, tuned = tmp_path / "engine", tmp_path / "tuned.toml"
+    (tmp_path / "place.toml").write_text(placed)
+    place = placed if placed.startswith("layers") else tmp_path / "place.toml"
+    made = command("compile", GGUF, "-o", folder, "--scheme", "w8a8", "--soc", "SM8650", "--place", place)
+    assert made.status == 0, made.err
+    options = ("--device", "sd8gen3", "-p", 100, "--chunk", 32, "--json")
+    found = command("tune", folder, *options, "-o", tuned)
+    assert found.status == 0, found.err
+    best, choices = (json.loads(found.out)[key] for key in ("best", "choices"))
+    assert {choice["partition"] for choice in choices} == {NATURAL}
+    assert {choice["attention"] != "cpu" for choice in choices} == attentions
+    [row] = json.loads(command("simulate", folder, "--settings", tuned, *options).out)
+    assert row["time_to_first_token_ms"] == pytest.approx(best["time_ms"])
+    with chunkrt.load(folder, **{**read_settings(tuned), "npu": "native", "soc": None, "attention": "auto"}) as engine:
+        assert engine.chunk_length == 32
