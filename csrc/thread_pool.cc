@@ -176,7 +176,7 @@ bool ThreadPool::help(Loop& loop, std::size_t member) {
   return has_helped;
 }
 
-// Fetches what the loop after `loop` reads first, while the value is `old`.
+// Fetches the memory that the loop after `loop` reads first, while the value is `old`.
 void ThreadPool::fetch_ahead(const Loop& loop, std::size_t member, const std::atomic<std::uint32_t>& value,
                              std::uint32_t old) const {
   const std::byte* const data = loop.upcoming_data.load(std::memory_order_relaxed);

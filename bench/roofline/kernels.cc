@@ -167,9 +167,8 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
   AttentionFunction* append = select_kernel(append_cache_f32).function;
   const auto& row = select_kernel(attend_kernel(math));
   AttentionFunction* attend = row.function;
-  const std::size_t per_item = has_tiles && row.isa != Isa::amx_bf16
-                                   ? queries_per_tiled_item(rows * (num_heads / num_kv_heads))
-                                   : 0;
+  const std::size_t per_item =
+      has_tiles && row.isa != Isa::amx_bf16 ? queries_per_tiled_item(rows * (num_heads / num_kv_heads)) : 0;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     Caches& state = (*caches)[thread];

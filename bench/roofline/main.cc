@@ -65,7 +65,8 @@ std::string about() {
   }
   out << R"(], "selected": {)";
   separator = "";
-  for (const char* kernel : {"gemm", "attention", "attention_bfloat16", "attention_int8", "rms_norm", "quantize", "silu_mul"}) {
+  for (const char* kernel :
+       {"gemm", "attention", "attention_bfloat16", "attention_int8", "rms_norm", "quantize", "silu_mul"}) {
     out << separator << '"' << kernel << R"(": ")" << selected_isa(kernel) << '"';
     separator = ", ";
   }

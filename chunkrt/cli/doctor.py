@@ -115,7 +115,11 @@ def _efficiency_classes() -> Finding:
     )
 
 
-_ATTENTION = {"float32": "attend_f32_f32_cache", "bfloat16": "attend_f32_bf16_cache", "int8": "attend_f32_s8_bf16_cache"}
+_ATTENTION = {
+    "float32": "attend_f32_f32_cache",
+    "bfloat16": "attend_f32_bf16_cache",
+    "int8": "attend_f32_s8_bf16_cache",
+}
 """Kernels of attention by arithmetic."""
 
 

@@ -75,8 +75,8 @@ def usual_chunk_length(lengths: Collection[int]) -> int:
 
 
 def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend, math: AttentionMath) -> CacheDtype:
-    """Return the default data type of caches. It is bfloat16 with bfloat16 or int8 attention, float32 under the scheme "float",
-    and otherwise the first type that the backend of attention lists.
+    """Return the default data type of caches. It is bfloat16 with bfloat16 or int8 attention, float32 under the scheme
+    "float", and otherwise the first type that the backend of attention lists.
     """
     if math != "float32" and not options.context_shift:
         return "bfloat16"

@@ -176,7 +176,8 @@ void Program::execute(std::span<const TensorView* const> inputs, std::span<const
     };
     const std::size_t num_items = number_items(loop, chunk, members[0]);
     const std::size_t fair_share = std::max<std::size_t>(ceil_divide(num_items, num_pieces), 1);
-    team.parallel_for(num_items, round_up(fair_share, loop.piece_multiple), std::cref(body), upcoming_[index]);
+    team.parallel_for(num_items, round_up(fair_share, loop.piece_multiple), std::cref(body),
+                      upcoming_[index]);
   }
   if (!times_) return;
   watches[0].lap(kBetweenSteps);

@@ -1,5 +1,5 @@
-// Compares attention with scores in int8 with double precision, on the integers that the cache contains. On one
-// instruction set, neither splits nor chunks may change the result.
+// Compares attention with scores in int8 with double precision, on the integers that the cache contains. On
+// one instruction set, neither splits nor chunks may change the result.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -15,7 +15,7 @@ namespace {
 
 // A row after mixing, or its integers.
 struct MixedRow {
-  std::vector<double> values;  // of integers: times their scale
+  std::vector<double> values;  // integers are multiplied by their scale
   double scale;
 };
 
@@ -84,8 +84,8 @@ void test_append(AttentionFunction* append) {
   }
 }
 
-// The integers of the keys are those in the cache. Those of a query are unknown, but differ from its mixed row
-// by at most half a scale.
+// The integers of the keys are those in the cache. Those of a query are unknown, but differ from its mixed
+// row by at most half a scale.
 void check_output(const Prompt& prompt, const Result& result) {
   const Shape& s = prompt.shape;
   const std::size_t group = s.num_heads / s.num_kv_heads, depth = tiled_depth(s.head_dim);

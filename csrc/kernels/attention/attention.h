@@ -29,9 +29,10 @@
 // key, and reads fma(float(q), scale, key_bias). A bias that is large in a few channels, as in some models,
 // is then neither rounded nor makes the scales coarse.
 //
-// A bfloat16 cache requires AttentionMath::bfloat16 or int8, and keys that are not raw. It rounds to nearest even, and
-// past the largest number to infinity, except keys with AttentionMath::int8. It stores each block of 64 positions, aligned to a multiple of 64, as
-// the tiles that are multiplied (tiles.h), where depth is head_dim rounded up to a multiple of 32:
+// A bfloat16 cache requires AttentionMath::bfloat16 or int8, and keys that are not raw. It rounds to nearest
+// even, and past the largest number to infinity, except keys with AttentionMath::int8. It stores each block
+// of 64 positions, aligned to a multiple of 64, as the tiles that are multiplied (tiles.h), where depth is
+// head_dim rounded up to a multiple of 32:
 //   keys [4, depth / 2, 16 positions, 2 dimensions], values [depth / 16, 32, 16 dimensions, 2 positions]
 // Dimensions past head_dim of an appended position are zeros.
 //

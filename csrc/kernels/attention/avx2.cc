@@ -42,8 +42,8 @@ bool pack_values(const float* values, std::size_t stride, std::size_t columns, s
   return largest(most) < 0x7f800000;
 }
 
-// vpmaddubsw takes the magnitudes of the columns as its unsigned operand, and the integers of the row with the
-// columns' signs. The sum of two products, at most 2 * 127 * 127, fits int16.
+// vpmaddubsw takes the magnitudes of the columns as its unsigned operand, and the integers of the row with
+// the columns' signs. The sum of two products, at most 2 * 127 * 127, fits int16.
 struct ByteQuads {
   struct Operand {
     Ints values, magnitudes;

@@ -23,9 +23,7 @@ struct ByteQuads {
   CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
     return from_bits({_mm512_dpbusd_epi32(bits_of(sum).of, right.of, left.of)});
   }
-  CHUNKRT_LANES static Ints total(Ints sums, std::int32_t row_sum) {
-    return sums - all_ints(128 * row_sum);
-  }
+  CHUNKRT_LANES static Ints total(Ints sums, std::int32_t row_sum) { return sums - all_ints(128 * row_sum); }
 };
 
 }  // namespace

@@ -173,15 +173,15 @@ class MatrixProducts {
       rows_.join(queries + d, depth, num_rows, smaller(kJoinedDepth, length - d));
       for (std::size_t key = 0; key < end_key; key += kColumns) {
         multiply<Scores>({.left = nullptr,
-                  .left_stride = rows_.stride(),
-                  .right = keys + key / kRowsPerTile * kRowsPerTile * depth + d * kRowsPerTile +
-                           key % kRowsPerTile * 2,
-                  .depth = smaller(kJoinedDepth, length - d),
-                  .sums = scores + key,
-                  .sums_stride = kKeysPerBlock,
-                  .begin_at_zero = d == 0,
-                  .is_last_single = false},
-                 num_rows);
+                          .left_stride = rows_.stride(),
+                          .right = keys + key / kRowsPerTile * kRowsPerTile * depth + d * kRowsPerTile +
+                                   key % kRowsPerTile * 2,
+                          .depth = smaller(kJoinedDepth, length - d),
+                          .sums = scores + key,
+                          .sums_stride = kKeysPerBlock,
+                          .begin_at_zero = d == 0,
+                          .is_last_single = false},
+                         num_rows);
       }
     }
     if constexpr (kHasByteScores) scale_scores(queries, num_rows, keys, depth, end_key, scores);
@@ -194,15 +194,15 @@ class MatrixProducts {
     rows_.join(weights + begin, weights_stride, num_rows, depth);
     for (std::size_t d = 0; d < columns; d += kColumns) {
       multiply<BfloatProducts>({.left = nullptr,
-                .left_stride = rows_.stride(),
-                .right = values + d / kRowsPerTile * kRowsPerTile * kKeysPerBlock + begin * kRowsPerTile +
-                         d % kRowsPerTile * 2,
-                .depth = depth,
-                .sums = outs + d,
-                .sums_stride = outs_stride,
-                .begin_at_zero = false,
-                .is_last_single = false},
-               num_rows);
+                                .left_stride = rows_.stride(),
+                                .right = values + d / kRowsPerTile * kRowsPerTile * kKeysPerBlock +
+                                         begin * kRowsPerTile + d % kRowsPerTile * 2,
+                                .depth = depth,
+                                .sums = outs + d,
+                                .sums_stride = outs_stride,
+                                .begin_at_zero = false,
+                                .is_last_single = false},
+                               num_rows);
     }
   }
 

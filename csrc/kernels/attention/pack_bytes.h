@@ -1,5 +1,5 @@
-// The conversion of rows to int8 of tile_operations.h, with vectors. One file for each instruction set includes
-// this header; nothing here is visible outside of that file.
+// The conversion of rows to int8 of tile_operations.h, with vectors. One file for each instruction set
+// includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <bit>

@@ -54,8 +54,8 @@ struct PairStrides {
   bool begin_at_zero;  // otherwise the products are added to the sums
 };
 
-// Integer sums in float32, times the scales of their row and column. `row` is a ByteRow, and `scales` those of
-// 16 columns.
+// Integer sums in float32, times the scales of their row and column. `row` is a ByteRow, and `scales` those
+// of 16 columns.
 template <typename Quads>
 CHUNKRT_LANES Floats scaled(Floats sums, const std::uint16_t* row, std::size_t depth, const float* scales) {
   float scale;

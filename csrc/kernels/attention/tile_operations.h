@@ -56,7 +56,7 @@ struct ScoredRows {
 struct ByteRow {
   std::int8_t* values;  // [depth]
   float* scale;
-  std::int32_t* sum;  // of the integers
+  std::int32_t* sum;  // sum of the integers
 
   ByteRow(std::uint16_t* row, std::size_t depth)
       : values(reinterpret_cast<std::int8_t*>(row)),

@@ -7,11 +7,11 @@
 //   outs [num_rows, columns] += weights [num_rows, kKeysPerBlock] @ values; the weights of keys outside of
 //   [begin_key, end_key) are 0. The strides are 0 only for one row.
 // With Products::kHasByteScores, queries and keys are integers (AttentionMath::int8), and each query is a
-// ByteRow. `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a
-// result depends on the row of its left operand only, and its order of additions only on the instruction set,
-// so the result of a row is the same in a chunk and alone. (Adding products with weights of 0 changes no
-// sum.) `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or MatrixProducts
-// (neon_bf16.cc).
+// ByteRow. `num_rows` is at most Products::kRowsAtOnce, and keys and values are in the layout of TileSizes. A
+// row of a result depends on the row of its left operand only, and its order of additions only on the
+// instruction set, so the result of a row is the same in a chunk and alone. (Adding products with weights of
+// 0 changes no sum.) `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or
+// MatrixProducts (neon_bf16.cc).
 //
 // A bfloat16 cache stores keys and values in this layout. With other caches, each item rounds and packs every
 // block. For few queries this packing takes most of the time, and the total time is about that of float32
