@@ -1,4 +1,4 @@
-"""bfloat16 and int8 attention: close to float32's, and independent of chunks, other sequences and splits of a prompt."""
+"""bfloat16 and int8 attention: close to float32, and independent of chunks, other sequences and splits of a prompt."""
 
 from __future__ import annotations
 
