@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
-from chunkrt.engine.options import AttentionOn, EngineOptions
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, placed_by_name
@@ -72,7 +72,9 @@ def near_plans(
             f"`attention_math={options.attention_math!r}` is supported for attention on the CPU only; "
             "omit it, or choose `attention='cpu'`"
         )
-    slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)
+    # A graph reads the positions before a chunk, as many as a layer's window has. Their number does not depend on the
+    # chunk length, so that graphs of all lengths in an engine directory belong to the same plan.
+    slots, fits = plan.slots(context_length, DEFAULT_CHUNK_LENGTH), _fits(plan, options.graph_layers)
     found: list[_NearPlan] = []
     for window in options.npu_windows if names else ():
         past = min(window, context_length)

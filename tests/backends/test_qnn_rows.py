@@ -1,6 +1,8 @@
 """Engines with NPU graphs of several numbers of rows: the choice of the graph for every chunk."""
 
+import json
 import re
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calibrated import calibrated
+from fixture_checkpoints import checkpoint
 from gates import asked_before_any_is_computed
 
 import chunkrt
@@ -134,6 +137,27 @@ def test_directory_of_several_lengths_runs_all_of_them(model, rows_run, tmp_path
             assert set(rows_run) == graphs
     with pytest.raises(CompileError, match="chunks of 96"):
         chunkrt.load(tmp_path / "sky", npu="qnn", chunk_length="8,96", **given)
+
+
+def test_directory_of_several_lengths_runs_layers_with_windows(tmp_path):
+    """Rings for chunks of 1 and of 96 tokens have different numbers of slots, but the graphs read the same number."""
+    folder, path = tmp_path / "windows", tmp_path / "windows.npz"
+    shutil.copytree(checkpoint("mistral_window_95"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64, "max_position_embeddings": 256}))
+    calibrated(folder, path)
+    given = {"scheme": "w8a16", "calibration": path, "attention": "npu", "npu_window": 256}
+    options = EngineOptions(npu="qnn", **given)
+    compile_engine(str(folder), tmp_path / "sky", options, socs=["SM8650"], chunk_lengths=[1, 8, 96])
+    tokens = tokens_of(250) % 48
+    with load((folder, path), npu="native", attention_math="float32") as engine:
+        expected = engine.session().prefill(tokens, logits="all").logits
+    with chunkrt.load(tmp_path / "sky", npu="qnn", decode_on="npu", prefix_cache="off") as engine:
+        assert (engine.chunk_length, engine.loaded.npu_backend.num_compiled) == (96, 0)
+        session = engine.session()
+        parts = np.split(tokens, (97, 98, 105, 201, 202))
+        found = np.vstack([session.prefill(part, logits="all").logits for part in parts])
+    assert np.sqrt(np.mean((found - expected) ** 2)) < np.sqrt(np.mean(expected**2)) / 50
 
 
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3", marks=pytest.mark.slow)])

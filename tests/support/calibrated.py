@@ -10,9 +10,9 @@ from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 
 
-def calibrated(name: str, path: Path) -> Path:
+def calibrated(name: str | Path, path: Path) -> Path:
     """Write a calibration to a path and return its checkpoint; the tokens do not contain the ids 0 to 2."""
-    model = checkpoint(name)
+    model = checkpoint(name) if isinstance(name, str) else name
     planned = plan_checkpoint(model, {})
     text = np.random.default_rng(1).integers(3, planned.plan.vocab_size, 128)
     weights = weights_digest(planned.source)
