@@ -139,7 +139,8 @@ def evaluate_text(
         progress: called with the number of finished windows and the number of all windows.
 
     Raises:
-        ConfigError: a window does not fit the context, or the base has another vocabulary.
+        ConfigError: a window does not fit the context, or is computed in pieces although positions depend on its length, or
+            the base has another vocabulary.
         ModelError: a logit is not finite.
         BackendError: a subgraph failed.
     """
@@ -148,12 +149,25 @@ def evaluate_text(
             f"the base {base.model} has a vocabulary of {base.vocab_size}, the model has one of "
             f"{engine.plan.vocab_size}; choose a base with the same tokens"
         )
+    _check_pieces(engine, max(map(len, windows)))
     found = _TokenSums()
     for done, window in enumerate(windows):
         progress(done, len(windows))
         _evaluate_window(engine, window, base, found)
     progress(len(windows), len(windows))
     return found.figures(has_base=base is not None)
+
+
+def _check_pieces(engine: Engine, longest: int) -> None:
+    """Refuse windows of which the first pieces would have the positions of a shorter prompt."""
+    limit = engine.plan.long_context_from
+    if limit is None or longest - 1 <= limit:  # the last token is only predicted
+        return
+    if len(piece_lengths(longest - 1, engine.plan.vocab_size, engine.chunk_length)) > 1:
+        raise ConfigError(
+            f"beyond {limit} tokens, positions of this model depend on the length of the prompt, but windows of "
+            f"{longest} tokens are computed in pieces; choose a `window` of at most {limit + 1}"
+        )
 
 
 class _TokenSums:

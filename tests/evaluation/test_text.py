@@ -116,6 +116,18 @@ def test_pieces_change_nothing(monkeypatch):
         assert evaluate_text(engine, [input_ids(name)], None).perplexity == whole.perplexity
 
 
+def test_pieces_are_refused_where_positions_depend_on_the_length(monkeypatch):
+    with chunkrt.load(checkpoint("phi3_longrope_long"), npu="native", chunk_length=8) as engine:
+        limit = engine.plan.long_context_from
+        tokens = input_ids("phi3_longrope_long")
+        assert len(tokens) > limit + 1
+        evaluate_text(engine, [tokens], None)  # one piece
+        monkeypatch.setattr(scoring, "PIECE_BYTES", 16 * 4 * engine.plan.vocab_size)
+        evaluate_text(engine, [tokens[: limit + 1]], None)
+        with pytest.raises(ConfigError, match=f"choose a `window` of at most {limit + 1}"):
+            evaluate_text(engine, [tokens[: limit + 2]], None)
+
+
 @given(st.integers(1, 300), st.integers(1, 5_000_000), st.integers(1, 64))
 def test_pieces_cover_a_window(num_tokens, vocab_size, chunk_length):
     lengths = piece_lengths(num_tokens, vocab_size, chunk_length)
