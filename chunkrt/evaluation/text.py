@@ -139,8 +139,8 @@ def evaluate_text(
         progress: called with the number of finished windows and the number of all windows.
 
     Raises:
-        ConfigError: a window does not fit the context, or is computed in pieces although positions depend on its length, or
-            the base has another vocabulary.
+        ConfigError: a window does not fit the context, or is computed in pieces although positions depend on its
+            length, or the base has another vocabulary.
         ModelError: a logit is not finite.
         BackendError: a subgraph failed.
     """
