@@ -23,9 +23,7 @@ def main(model: str) -> None:
         prompt_lengths=[32, len(TOKENS)],
     )
     rows.plot("partitions.png")
-    print("predicted tokens/s:")
-    for row in rows:
-        print(f"  {row.device}, {row.placement_name}, {row.prompt_length} tokens: {row.tokens_per_s:.0f}")
+    print(*(f"{r.device} {r.placement_name} {r.prompt_length}: {r.tokens_per_s:.0f} tokens/s" for r in rows), sep="\n")
     runs = {"simulation": rows}
     for name, placement in partitions.items():
         for npu, scheme in (("native", "w8a8-dynamic"), ("qnn", "w8a16")):
