@@ -23,7 +23,7 @@ def main(model: str) -> None:
         prompt_lengths=[32, len(TOKENS)],
     )
     rows.plot("partitions.png")
-    print(*(f"{r.device} {r.placement_name} {r.prompt_length}: predicted {r.tokens_per_s:.0f}/s" for r in rows), sep="\n")
+    print("predicted:", *(f"{r.device} {r.placement_name} {r.prompt_length}: {r.tokens_per_s:.0f}" for r in rows))
     runs = {"simulation": rows}
     for name, placement in partitions.items():
         for npu, scheme in (("native", "w8a8-dynamic"), ("qnn", "w8a16")):
