@@ -7,10 +7,9 @@ import sys
 
 import chunkrt
 
-TOKENS = list(range(3, 67))
-
 
 def main(model: str) -> None:
+    tokens = list(range(3, 67))
     tree = chunkrt.graph.load_module(model).to("cpu")
     for layer in tree.model.layers:
         layer.mlp.gate_up_proj.to("npu")
@@ -20,10 +19,11 @@ def main(model: str) -> None:
         devices=["sd8gen3", "sd8elite"],
         placements=partitions,
         **{"schemes": ["w8a16"], "chunk_lengths": [32], "policies": ["look_ahead"]},
-        prompt_lengths=[32, len(TOKENS)],
+        prompt_lengths=[32, len(tokens)],
     )
     rows.plot("partitions.png")
-    print("predicted:", *(f"{r.device} {r.placement_name} {r.prompt_length}: {r.tokens_per_s:.0f}" for r in rows))
+    told = (f"{r.device}, {r.placement_name}, {r.prompt_length} tokens: {r.tokens_per_s:.0f}" for r in rows)
+    print("predicted tokens/s:", *told, sep="\n  ")
     runs = {"simulation": rows}
     for name, placement in partitions.items():
         for npu, scheme in (("native", "w8a8-dynamic"), ("qnn", "w8a16")):
@@ -31,7 +31,7 @@ def main(model: str) -> None:
             options = {"npu": npu, "scheme": scheme, "placement": placement, "chunk_length": 32}
             with chunkrt.load(model, **options) as engine, engine.session() as session:
                 session.on_run = records.append
-                session.prefill(TOKENS)
+                session.prefill(tokens)
     chunkrt.report(runs, "partitions.html", title=f"Partitions of {model}")
 
 
