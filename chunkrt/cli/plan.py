@@ -93,7 +93,7 @@ def plan(
         found, moved = plan_by_capability(found, scheme, options, placement_of(model, options))
         check_runs(found, scheme, options)
         has_htp = npu_under(options, scheme) is not None and options.npu in ("auto", "qnn")
-        if has_htp and (near := near_plans(found, placement_of(model, options), options, context_length, chunk_length)):
+        if has_htp and (near := near_plans(found, placement_of(model, options), options, context_length)):
             found = near[0].plan
             click.echo(f"for chunks with at most {near[0].reach} tokens before them:", err=True)
     figures = subgraph_figures(found.within(context_length), scheme, chunk_length=chunk_length)

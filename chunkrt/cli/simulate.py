@@ -399,7 +399,7 @@ def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> 
     if chunk_length > plan.context_length:  # the simulator refuses it
         return {}
     context_length = options.context_length or plan.context_length
-    return near_by_reach(plan, placement_of(model, options), options, context_length, chunk_length)
+    return near_by_reach(plan, placement_of(model, options), options, context_length)
 
 
 def _lengths(option: str, text: str) -> list[int]:

@@ -73,7 +73,7 @@ def compile_engine(
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     if for_host and not is_engine_directory(Path(model)):
-        _check_host_first(model, options, max(chunk_lengths), progress)
+        _check_host_first(model, options, progress)
     engine = engine_folder(model, options, progress)
     manifest = read_manifest(engine)
     if socs:
@@ -90,7 +90,7 @@ def compile_engine(
     weights = open_weights(engine).with_tables(plan)
     for soc, chunk_length in targets:
         backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
-        plans = npu_plans(plan, manifest.placement, options, context_length, chunk_length)
+        plans = npu_plans(plan, manifest.placement, options, context_length)
         longest = plans[context_length]
         if longest is not plan or len(plans) > 1:
             npu_attention = compiled_attention(options, context_length)
@@ -167,7 +167,7 @@ def _check_absent(output: Path) -> None:
         raise ModelError(f"cannot write the engine directory {output}: {cause_of(error)}") from error
 
 
-def _check_host_first(model: str, options: EngineOptions, chunk_length: int, progress: Progress) -> None:
+def _check_host_first(model: str, options: EngineOptions, progress: Progress) -> None:
     """Check that a host can run a checkpoint, before it is calibrated and compiled. The errors are those of
     `check_host`.
     """
@@ -175,7 +175,7 @@ def _check_host_first(model: str, options: EngineOptions, chunk_length: int, pro
     placement = options_placement(options)
     context_length = choose_context_length(plan, options)
     plan, _ = plan_by_capability(plan.within(context_length), scheme, options, placement)
-    check_host(npu_plans(plan, placement, options, context_length, chunk_length)[context_length], context_length)
+    check_host(npu_plans(plan, placement, options, context_length)[context_length], context_length)
 
 
 def _bases(compiled: Compiled) -> dict[Path, Path]:

@@ -157,7 +157,7 @@ class ExecutorBuilder:
         """
         context_length = choose_context_length(self.plan, self.options)
         made = []
-        for near in near_plans(self.plan, self.placement, self.options, context_length, self.chunk_length):
+        for near in near_plans(self.plan, self.placement, self.options, context_length):
             if self.link is not None:
                 raise ConfigError("`attention='npu'` is not supported with several ranks; omit it")
             dispatcher = self.dispatcher.for_plan(near.plan)

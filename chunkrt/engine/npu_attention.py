@@ -31,9 +31,7 @@ class _NearPlan:
     plan: Plan
 
 
-def near_plans(
-    plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
-) -> list[_NearPlan]:
+def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context_length: int) -> list[_NearPlan]:
     """Return the plans for short histories, shortest first. The list is empty if the NPU computes no attention.
 
     Convolutions do not need a window. If the NPU computes convolutions, the last plan puts only these on the NPU, and
@@ -91,20 +89,16 @@ def near_plans(
     return found
 
 
-def near_by_reach(
-    plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
-) -> dict[int, Plan]:
+def near_by_reach(plan: Plan, placement: Placement, options: EngineOptions, context_length: int) -> dict[int, Plan]:
     """Return the plans of `near_plans` by the last position at which a chunk may begin."""
-    return {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
+    return {near.reach: near.plan for near in near_plans(plan, placement, options, context_length)}
 
 
-def npu_plans(
-    plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
-) -> dict[int, Plan]:
+def npu_plans(plan: Plan, placement: Placement, options: EngineOptions, context_length: int) -> dict[int, Plan]:
     """Map the last position at which a chunk may begin to each plan that an engine compiles for the NPU. The errors are
     those of `near_plans`.
     """
-    plans = near_by_reach(plan, placement, options, context_length, chunk_length)
+    plans = near_by_reach(plan, placement, options, context_length)
     return plans if context_length in plans else plans | {context_length: plan}
 
 

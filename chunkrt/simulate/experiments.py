@@ -267,7 +267,7 @@ class _Grid:
     """Data that every worker holds. Points refer to the plans and devices by index.
 
     Attributes:
-        near: plans with attention on the NPU, by placement, attention and chunk length.
+        near: plans with attention on the NPU, by placement and attention.
     """
 
     model: str
@@ -278,7 +278,7 @@ class _Grid:
     device_names: list[str]
     policies: Mapping[str, str | Policy]
     schemes: Mapping[str, Scheme]
-    near: Mapping[tuple[int, str, int], Mapping[int, Plan]]
+    near: Mapping[tuple[int, str], Mapping[int, Plan]]
 
     @cached_property
     def digests(self) -> tuple[list[str], list[str]]:
@@ -511,8 +511,8 @@ def experiment(
         policies=found_policies,
         schemes=found_schemes,
         near={
-            (index, mode, length): near_plans_of(plan, found_placements[index], mode, length)
-            for (index, plan), mode, length in product(enumerate(plans), modes, chunks)
+            (index, mode): near_plans_of(plan, found_placements[index], mode)
+            for (index, plan), mode in product(enumerate(plans), modes)
             if mode != "cpu"
         },
     )
@@ -632,21 +632,21 @@ def _row(grid: _Grid, point: _Point) -> GridRow:
         chunk_length=chunk_length,
         policy=grid.policies[policy],
         scheme=grid.schemes[scheme],
-        near=grid.near.get((placement, attention, chunk_length), {}),
+        near=grid.near.get((placement, attention), {}),
         chunks_in_flight=chunks_in_flight,
     )
     own = grid.labels(point) | {"origin": "predicted"}
     return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})
 
 
-def near_plans_of(plan: Plan, placement: Placement, attention: str, chunk_length: int) -> Mapping[int, Plan]:
+def near_plans_of(plan: Plan, placement: Placement, attention: str) -> Mapping[int, Plan]:
     """Return plans with attention on the NPU by the last position at which a chunk may begin.
 
     Raises:
         ConfigError: the NPU cannot compute any attention of the plan.
     """
     options = attention_options(attention)
-    return near_by_reach(plan, placement, options, plan.context_length, chunk_length)
+    return near_by_reach(plan, placement, options, plan.context_length)
 
 
 def attention_options(attention: str) -> EngineOptions:

@@ -170,7 +170,7 @@ def fit_plan(
         PartitionError: the NPU cannot run one of its subgraphs.
     """
     options, plan = options or EngineOptions(npu="qnn"), plan.within(context_length)
-    plans = npu_plans(plan, {}, options, context_length, chunk_length)
+    plans = npu_plans(plan, {}, options, context_length)
     contexts = [
         _context(subgraph, f" of {reach}" * (of is not plan), of, scheme, soc, chunk_length)
         for reach, of in plans.items()

@@ -159,7 +159,7 @@ class PartitionSearch:
     def _costs(self, attention: str, chunk_length: int, prompt_length: int) -> Iterator[tuple[bool, Costs]]:
         """Return the costs of the chunks that one plan serves, and whether it has attention on the NPU."""
         chunks = cut(prompt_length, chunk_length)
-        near = self._near(self.plan, {}, attention, chunk_length)
+        near = {} if attention == ON_CPU else near_plans_of(self.plan, {}, attention)
         groups: dict[int | None, list[ChunkWork]] = defaultdict(list)
         for chunk in chunks:
             groups[min((reach for reach in near if chunk.position <= reach), default=None)].append(chunk)
@@ -169,9 +169,6 @@ class PartitionSearch:
                 reach is not None,
                 Costs(trellis, self.scheme, self.device, chunk_length=chunk_length, chunks=group, near=plan),
             )
-
-    def _near(self, plan: Plan, placement: Placement, attention: str, chunk_length: int) -> Mapping[int, Plan]:
-        return {} if attention == ON_CPU else near_plans_of(plan, placement, attention, chunk_length)
 
     def search(self, attention: str, chunk_length: int) -> Found:
         """Search the best partition, with the default policy and number of chunks in flight."""
@@ -215,11 +212,11 @@ class PartitionSearch:
             front = sorted([*costs.hull(), *costs.front()], key=expected)
             yield from (split.labels for split in front[:NUM_SEEDS])
 
-    def size_of(self, labels: Labels, attention: str, chunk_length: int) -> CutSize:
+    def size_of(self, labels: Labels, attention: str) -> CutSize:
         """Return the size of a partition; with attention on the NPU, that of the plan for the first chunk."""
         plan = self.cuts.plan_of(labels)
         if attention != ON_CPU:
-            near = near_plans_of(plan, self.cuts.placement_of(labels), attention, chunk_length)
+            near = near_plans_of(plan, self.cuts.placement_of(labels), attention)
             plan = near[min(near)]
         homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
         values = {
@@ -257,7 +254,7 @@ class _Trial:
         near: Mapping[int, Plan] = {}
         if self._attention != ON_CPU:
             try:
-                near = near_plans_of(plan, placement, self._attention, self._chunk_length)
+                near = near_plans_of(plan, placement, self._attention)
             except ConfigError:  # the NPU cannot compute any attention next to these linears
                 return inf
             parts = [(part, each) for each in near.values() for part in each.subgraphs if part.device == "npu"]

@@ -625,8 +625,8 @@ def _compared(
         bound=searched.bound,
         rule=next((choice for choice in of_grid if choice.partition == NATURAL and usual(choice)), None),
         found=next(choice for choice in made if usual(choice)),
-        rule_cut=search.size_of(search.cuts.labels, searched.attention, searched.chunk_length),
-        found_cut=search.size_of(found.labels, searched.attention, searched.chunk_length),
+        rule_cut=search.size_of(search.cuts.labels, searched.attention),
+        found_cut=search.size_of(found.labels, searched.attention),
         num_simulated=found.num_simulated,
         is_exact=found.is_exact,
     )
@@ -651,7 +651,7 @@ def _with_attention(
     able = {}
     for name, placement in partitions.items():
         try:
-            near = near_plans_of(plans[name], placement, attention, chunk_length)
+            near = near_plans_of(plans[name], placement, attention)
         except ConfigError:  # the partition has no attention that can have a fixed shape
             continue
         parts = [(part, each) for each in near.values() for part in each.subgraphs if part.device == "npu"]

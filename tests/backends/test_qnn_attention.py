@@ -289,10 +289,8 @@ def test_shorter_chunk_is_padded_inside(tmp_path):
         one.check(executable, 20, num_rows)
 
 
-@pytest.mark.parametrize("window", [0, pytest.param(40, marks=pytest.mark.slow)])
-def test_only_new_history_enters(window, tmp_path, monkeypatch):
-    one = OneAttention(4, 2, 16, 128, window=window)
-    executable = one.compile(tmp_path)
+def entered_keys(monkeypatch):
+    """Return a list that is filled with the slots of keys that enter the NPU's buffers."""
     entered, enter_at = [], BoundBuffers.enter_at
 
     def noted(place, name, slots, array):
@@ -300,6 +298,14 @@ def test_only_new_history_enters(window, tmp_path, monkeypatch):
         enter_at(place, name, slots, array)
 
     monkeypatch.setattr(BoundBuffers, "enter_at", noted)
+    return entered
+
+
+@pytest.mark.parametrize("window", [0, pytest.param(40, marks=pytest.mark.slow)])
+def test_only_new_history_enters(window, tmp_path, monkeypatch):
+    one = OneAttention(4, 2, 16, 128, window=window)
+    executable = one.compile(tmp_path)
+    entered = entered_keys(monkeypatch)
     for position, num_rows, history, missing in [
         (0, 32, 1, 0),
         (32, 20, 1, 0),  # the graph's results are in the buffers
@@ -339,13 +345,7 @@ def test_window_slides_over_longer_histories(past, kept, tmp_path):
 def test_only_new_history_enters_a_window_that_slides(tmp_path, monkeypatch):
     one = OneAttention(4, 2, 16, 64, kept=4)
     executable = one.compile(tmp_path)
-    entered, enter_at = [], BoundBuffers.enter_at
-
-    def noted(place, name, slots, array):
-        entered.extend(slots if name == "keys" else [])
-        enter_at(place, name, slots, array)
-
-    monkeypatch.setattr(BoundBuffers, "enter_at", noted)
+    entered = entered_keys(monkeypatch)
     for position, num_rows, history, missing, num_entered in [
         (0, 32, 1, 0, 32),
         (32, 32, 1, 0, 32),

@@ -227,8 +227,8 @@ def test_unsupported_uses_are_refused_in_one_line(folder):
         with pytest.raises(UnsupportedModelError, match="is 17, but in contexts of more than 16 tokens qwen2 has dual"):
             model(planned, settings)
     with pytest.raises(ConfigError, match=r"the NPU cannot compute any .*, or choose a `context_length` of at most 16"):
-        near_plans(planned.plan, {}, EngineOptions(attention="npu"), CONTEXT, 8)
-    assert near_plans(planned.plan.within(16), {}, EngineOptions(attention="npu"), 16, 8)
+        near_plans(planned.plan, {}, EngineOptions(attention="npu"), CONTEXT)
+    assert near_plans(planned.plan.within(16), {}, EngineOptions(attention="npu"), 16)
 
 
 def test_exported_window_of_the_plain_context_computes_the_definition(folder, truth):

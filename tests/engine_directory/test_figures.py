@@ -97,7 +97,7 @@ def test_driver_bytes_are_all_buffers_of_the_npu_graphs():
     layers, kv_heads, head_dim, slots, rows, hidden, width = 32, 8, 128, 4096, 32, 4096, 2
     plan = find_shape("llama-3.1-8b").plan().within(slots)
     options = EngineOptions(npu="qnn", attention="npu", npu_window=slots, context_length=slots)
-    (near,) = near_plans(plan, {}, options, slots, rows)
+    (near,) = near_plans(plan, {}, options, slots)
     found = subgraph_figures(near.plan, SCHEMES["w4a16"], chunk_length=rows)
     history = 2 * layers * kv_heads * head_dim * slots * width
     assert history == 536_870_912

@@ -127,7 +127,7 @@ def test_named_placements_attentions_and_shadows_are_axes() -> None:
     shadowed = replace(SCHEMES["w8a8"], shadowed=("*.down_proj.weight",))
     for row in rows:
         plan = SMALL.plan(placements[row.placement_name], is_shadowed=shadowed.is_shadowed)
-        near = near_plans_of(plan, row.placement, row.attention, 32) if row.attention != "cpu" else {}
+        near = near_plans_of(plan, row.placement, row.attention) if row.attention != "cpu" else {}
         alone = simulate(
             plan,
             find_device("sd8gen3"),

@@ -83,7 +83,7 @@ def plan() -> Plan:
 
 def near(plan: Plan, window: str) -> dict[int, Plan]:
     options = EngineOptions(npu="qnn", attention="npu", npu_window=window)
-    return {each.reach: each.plan for each in near_plans(plan, {}, options, plan.context_length, 32)}
+    return {each.reach: each.plan for each in near_plans(plan, {}, options, plan.context_length)}
 
 
 def test_chunks_within_reach_attend_on_the_npu_and_later_chunks_on_the_cpu(plan: Plan, device: DeviceProfile) -> None:

@@ -257,7 +257,7 @@ def test_bound_with_attention_on_the_npu_is_below_every_partition() -> None:
         placement = search.cuts.placement_of(labels)
         placed = search.cuts.plan_of(labels)
         try:
-            near = near_plans_of(placed, placement, "npu:128", 32)
+            near = near_plans_of(placed, placement, "npu:128")
         except ConfigError:  # the CPU computes a neighbour of the attention
             continue
         times.append(run(placed, device, 200, 32, near=near).time_to_first_token_ms)

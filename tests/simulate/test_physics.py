@@ -57,17 +57,17 @@ def device(kind: str = "", *, cache_bytes: float = 2.0, fast_mb: float | None = 
     )
 
 
-def whole(chunk: int) -> tuple[Plan, dict[int, Plan]]:
+def whole() -> tuple[Plan, dict[int, Plan]]:
     """The plan with all of the decoder but the embedding on the NPU, and attention to a padded window."""
     placement = {"lm_head": "npu"}
     plan = SHAPE.plan(placement)  # type: ignore[arg-type]
     options = EngineOptions(attention="npu", npu_window=WINDOW)
-    near = near_plans(plan, placement, options, plan.context_length, chunk)  # type: ignore[arg-type]
+    near = near_plans(plan, placement, options, plan.context_length)  # type: ignore[arg-type]
     return plan, {one.reach: one.plan for one in near}
 
 
 def run(profile: DeviceProfile, chunk: int = CHUNK, scheme: str = "w8a16") -> Simulation:
-    plan, near = whole(chunk)
+    plan, near = whole()
     return simulate(plan, profile, prompt_length=chunk, chunk_length=chunk, policy="in_order", scheme=scheme, near=near)
 
 
@@ -159,7 +159,7 @@ def test_an_unknown_software_is_refused_with_all_names() -> None:
 
 def test_a_software_without_the_npu_runs_on_the_cpu() -> None:
     found = find_device("SM8850+llama.cpp")
-    plan, near = whole(CHUNK)
+    plan, near = whole()
     arguments: Any = {"prompt_length": 24, "chunk_length": 24, "policy": "in_order", "scheme": "w4a8-dynamic"}
     assert simulate(plan, found, **arguments).npu_busy == 0
     with pytest.raises(ConfigError, match="leaves the NPU idle"):

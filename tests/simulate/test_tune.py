@@ -101,7 +101,7 @@ def figures_of(
             chunk_length=chunk_length,
             policy=policy,
             scheme="w8a16",
-            near=near_plans_of(plan, placement, attention, chunk_length) if attention != "cpu" else {},
+            near=near_plans_of(plan, placement, attention) if attention != "cpu" else {},
             chunks_in_flight=in_flight,
         )
         for prompt in PROMPTS

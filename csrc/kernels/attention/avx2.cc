@@ -56,9 +56,7 @@ struct ByteQuads {
     return {values, CHUNKRT_EACH(Ints, _mm256_abs_epi8, values)};
   }
   CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) {
-    int four;
-    std::memcpy(&four, quad, sizeof(four));
-    return {all_ints(four), all_ints(0)};
+    return {broadcast_word(quad), all_ints(0)};
   }
   CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
     const auto products = [](__m256i row, __m256i columns, __m256i magnitudes) {

@@ -17,11 +17,7 @@ struct DotPairs {
   static constexpr bool kAreBytes = false;
 
   CHUNKRT_LANES static Operand load(const std::uint16_t* pairs) { return load_ints(pairs); }
-  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* pair) {
-    int both;
-    std::memcpy(&both, pair, sizeof(both));
-    return all_ints(both);
-  }
+  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* pair) { return broadcast_word(pair); }
   CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
     return {_mm512_dpbf16_ps(sum.of, std::bit_cast<__m512bh>(right.of), std::bit_cast<__m512bh>(left.of))};
   }

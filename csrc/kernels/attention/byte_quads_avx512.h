@@ -1,7 +1,7 @@
 // Products of four int8 with AVX-512 VNNI, for kernels/attention/pair_products.h.
 #pragma once
 
-#include "kernels/lanes/lanes.h"
+#include "kernels/attention/pair_products.h"
 
 namespace chunkrt {
 namespace {
@@ -15,11 +15,7 @@ struct ByteQuads {
   CHUNKRT_LANES static Operand load(const std::uint16_t* quads) {
     return {_mm512_xor_si512(_mm512_loadu_si512(quads), _mm512_set1_epi8(-128))};
   }
-  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) {
-    int four;
-    std::memcpy(&four, quad, sizeof(four));
-    return all_ints(four);
-  }
+  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) { return broadcast_word(quad); }
   CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
     return from_bits({_mm512_dpbusd_epi32(bits_of(sum).of, right.of, left.of)});
   }

@@ -50,11 +50,7 @@ struct ByteQuads {
   static constexpr bool kAreBytes = true;
 
   CHUNKRT_LANES static Operand load(const std::uint16_t* quads) { return load_ints(quads); }
-  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) {
-    int four;
-    std::memcpy(&four, quad, sizeof(four));
-    return all_ints(four);
-  }
+  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* quad) { return broadcast_word(quad); }
   CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
     const auto products = [](int32x4_t row, int32x4_t columns, int32x4_t sums) {
       const int8x16_t x = vreinterpretq_s8_s32(row), y = vreinterpretq_s8_s32(columns);

@@ -21,6 +21,13 @@
 namespace chunkrt {
 namespace {
 
+// A pair of a row, or four integers, in all lanes.
+CHUNKRT_LANES Ints broadcast_word(const std::uint16_t* from) {
+  int word;
+  std::memcpy(&word, from, sizeof(word));
+  return all_ints(word);
+}
+
 // Two multiply-adds in float32, for processors without an instruction for pairs. The product of two bfloat16
 // is exact, so a multiply-add rounds once.
 struct FusedPairs {
@@ -31,11 +38,7 @@ struct FusedPairs {
   static constexpr bool kAreBytes = false;
 
   CHUNKRT_LANES static Operand load(const std::uint16_t* pairs) { return widened(load_ints(pairs)); }
-  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* pair) {
-    int both;
-    std::memcpy(&both, pair, sizeof(both));
-    return widened(all_ints(both));
-  }
+  CHUNKRT_LANES static Operand broadcast(const std::uint16_t* pair) { return widened(broadcast_word(pair)); }
   CHUNKRT_LANES static Floats add(Operand left, Operand right, Floats sum) {
     return multiply_add(left.second, right.second, multiply_add(left.first, right.first, sum));
   }
