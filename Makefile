@@ -64,7 +64,7 @@ test-cpp: $(VENV)/.wheel ## run the C++ tests
 test-slow: ## run the tests that `test` leaves out, or those of TESTS="tests/quant tests/onnx"
 	@$(MAKE) --no-print-directory -j2 tests-ready
 	@$(MAKE) --no-print-directory $(VENV)/.slow
-	$(PYTEST) -rs -m "slow or hypothesis" --hypothesis-profile=slow $(TESTS)
+	$(PYTEST) -rs -m "slow or hypothesis" --hypothesis-profile=slow -o faulthandler_timeout=3600 $(TESTS)
 
 test-all: test test-slow ## run all tests of this processor
 
@@ -120,7 +120,7 @@ test-sanitize: sanitized ## run the C++ and the native Python tests under saniti
 	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF
 	$(CMAKE) --build build/tsan --target chunkrt_program_tests --parallel $(JOBS)
 	build/tsan/csrc/tests/chunkrt_program_tests
-	$(SANITIZED) -m pytest -p no:cacheprovider tests/backends/test_native_*.py
+	$(SANITIZED) -m pytest -p no:cacheprovider -o faulthandler_timeout=1200 tests/backends/test_native_*.py
 
 docs: $(VENV)/.package $(VENV)/.docs ## build the documentation site in build/site/VERSION; broken links are errors
 	$(BIN)/python -P docs/site/options.py > build/options.md && cp build/options.md docs/options.md

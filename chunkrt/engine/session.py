@@ -34,15 +34,18 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_collecting: set[int] = set()
-"""Threads in which the garbage collector runs, at any point of any function."""
+_phases: dict[str, object] = {}
+"""The phases of the garbage collector, the present one last."""
+_of_thread = threading.local()
+"""The last phases in this thread."""
+
+# These callbacks are C functions, because a Ctrl-C that arrives in a callback in Python is lost.
+gc.callbacks += [partial(setattr, _of_thread), _phases.pop, _phases.__setitem__]
 
 
-def _note_collection(phase: str, _: object) -> None:
-    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
-
-
-gc.callbacks.append(_note_collection)
+def _is_collecting() -> bool:
+    """Return True if the garbage collector runs in this thread, at any point of any function."""
+    return next(reversed(_phases), "") == "start" and _phases["start"] is getattr(_of_thread, "start", None)
 
 
 class Session:
@@ -298,7 +301,7 @@ class Session:
                 self._check_open()
                 # The garbage collector may close a session in a thread that computes or holds a lock, and that must not
                 # wait for itself.
-                is_inside = self._model.scheduler.is_driver or threading.get_ident() in _collecting
+                is_inside = self._model.scheduler.is_driver or _is_collecting()
                 if not sys.is_finalizing() and not is_inside:
                     with self._using:
                         self._sequence.keep_prefix()

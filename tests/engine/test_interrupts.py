@@ -1,6 +1,7 @@
 """Ctrl-C at any point leaves a session consistent with its tokens: its next answer equals that of a fresh session."""
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -114,6 +115,23 @@ def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consisten
         new = set(threading.enumerate()) - before
         assert not [thread for thread in new if thread.name.startswith("chunkrt-")]
     assert at > step
+
+
+def test_interrupt_before_a_garbage_collection_is_not_lost():
+    """The functions are called from C, so Python sees the interrupt in the collector or after it."""
+    program = """
+import _thread, gc, operator, signal
+import chunkrt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+chunkrt.Session
+try:
+    list(map(operator.call, [_thread.interrupt_main, gc.collect]))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-P", "-c", program]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (finished.stdout, finished.stderr) == ("interrupted\n", "")
 
 
 def test_interrupt_between_queueing_and_sending_a_request_leaves_the_session_consistent(monkeypatch):

@@ -1,7 +1,6 @@
 """Raise Ctrl-C at a chosen place of this thread's execution in chunkrt's files."""
 
 import dis
-import gc
 import signal
 import sys
 import weakref
@@ -41,9 +40,7 @@ def places(code):
 
 
 def _is_in_finalizer(frame):
-    """Return True if the garbage collector or a weak reference called the function, or a function that calls it."""
-    if frame.f_code in [getattr(callback, "__code__", None) for callback in gc.callbacks]:
-        return True
+    """Return True if a weak reference called the function, or a function that calls it."""
     while (frame := frame.f_back) is not None:
         if frame.f_code.co_filename == weakref.__file__:
             return True
