@@ -106,6 +106,8 @@ class Generation:
         """Tokens that cannot be one of the first `min_new_tokens`, int64 [n]."""
         self._excluded = np.union1d(missing, np.array(list(ignored), np.int64))
         """Tokens that cannot be drawn after these, int64 [n]."""
+        self._masked: NDArray[np.float32] | None = None
+        """Memory for logits of which some are excluded, which is reused because new pages take longer than the copy."""
         self._outbox: Outbox[Piece | None] = Outbox()
         self._deliver = deliver or self._outbox.put
         self._is_eager = is_eager
@@ -201,12 +203,12 @@ class Generation:
         assert request.logits is not None
         logits = request.logits[-1]
         if not (self.is_submitted and self.is_wanted):  # the caller draws the token itself
-            sequence.logits = logits.copy()
+            sequence.logits = logits  # the request does not write into them before the token is drawn
             return None
         try:
             piece = self._draw(logits)
         except BaseException:
-            sequence.logits = logits.copy()
+            sequence.logits = logits
             raise
         self.is_wanted = self._is_eager
         self._deliver(piece)
@@ -232,7 +234,10 @@ class Generation:
         excluded = self._excluded_before if self._num_drawn < self._fewest else self._excluded
         allowed = None if self._constraint is None else _mask(self._constraint, len(logits))
         if allowed is not None or excluded.size:
-            logits = logits.copy()
+            if self._masked is None:
+                self._masked = np.empty_like(logits)
+            np.copyto(self._masked, logits)
+            logits = self._masked
             if allowed is not None:
                 logits[~allowed] = EXCLUDED
             logits[excluded] = EXCLUDED

@@ -211,7 +211,8 @@ class TokenSequence:
         """Return another sequence with the same tokens and a copy of the state."""
         copy = TokenSequence(self._model, self._model.fork_state(self.state), self.tokens)
         copy._dropped = self._dropped.copy()
-        copy.logits, copy._after_prompt = self.logits, self._after_prompt
+        copy.logits = None if self.logits is None else self.logits.copy()  # a generation may reuse their memory
+        copy._after_prompt = self._after_prompt
         copy.follows_text = self.follows_text
         copy._reuse = self._reuse.copy()
         return copy

@@ -12,6 +12,7 @@ std::string dtype_name(const py::dtype& dtype) {
   if (dtype.byteorder() == '>') return "big-endian " + std::string(py::str(dtype));
   if (kind == 'f') return "float" + bits();
   if (kind == 'i') return "int" + bits();
+  if (kind == 'u') return "uint" + bits();
   return py::str(dtype);
 }
 
