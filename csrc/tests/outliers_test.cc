@@ -95,8 +95,8 @@ std::vector<std::int8_t> packed(const std::vector<std::int8_t>& weight, std::siz
 }
 
 void test_add(AddOutliersFunction* function) {
-  constexpr std::size_t kDepth = 70;
-  for (const std::size_t columns : {1u, 4u, 15u, 16u, 17u, 47u, 48u, 49u, 113u}) {
+  constexpr std::size_t kDepth = 200;
+  for (const std::size_t columns : {1u, 4u, 15u, 16u, 17u, 47u, 48u, 49u, 209u}) {
     const std::vector<float> input = rows_of_every_kind(kDepth);
     Taken taken = take(take_outliers_f32_f32_reference, input, kDepth);
     const std::size_t rows = taken.counts.size();
@@ -137,8 +137,8 @@ void test_add(AddOutliersFunction* function) {
 }
 
 void test_add_blocks(AddBlockOutliersFunction* function) {
-  constexpr std::size_t kDepth = 96, kBlocksOfDepth = 3;
-  for (const std::size_t columns : {1u, 4u, 15u, 16u, 17u, 47u, 113u}) {
+  constexpr std::size_t kDepth = 224, kBlocksOfDepth = 7;
+  for (const std::size_t columns : {1u, 4u, 15u, 16u, 17u, 47u, 209u}) {
     Taken taken = take(take_outliers_f32_f32_reference, rows_of_every_kind(kDepth), kDepth);
     const std::size_t rows = taken.counts.size(), blocks = (columns + 15) / 16;
     Random random(static_cast<std::uint32_t>(columns));
