@@ -67,6 +67,8 @@ def locked(path: Path, doing: str) -> Iterator[None]:
     try:
         held = lock.acquire(timeout=SILENT_SECONDS)
     except Timeout:
+        if not path.exists():
+            path.touch()  # an error, for example in /proc, where the lock would retry forever
         _tell_of_waiting(doing)
         held = lock.acquire()
     with held:

@@ -71,6 +71,15 @@ def test_locked_does_not_report_short_waits(tmp_path, caplog, monkeypatch):
     assert not caplog.records
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc, in which no file can be made")
+def test_lock_that_cannot_be_made_is_an_error(caplog, monkeypatch):
+    """The process would wait for a writer that does not exist."""
+    monkeypatch.setattr(files, "SILENT_SECONDS", 0.1)
+    with pytest.raises(FileNotFoundError), written_aside(Path("/proc/out")):
+        pass
+    assert not caplog.records
+
+
 def test_written_aside_acquires_a_removed_lock_again(tmp_path):
     """Each of many writers reads the result of the previous one, in any order of waiting."""
     (tmp_path / "count").write_text("0")

@@ -422,8 +422,8 @@ class EngineOptions:
     attention_math: AttentionMathChoice = declared_option(
         "--attention-math",
         "Arithmetic of attention on the CPU. bfloat16 (native only) is less precise, and faster on processors with "
-        "fast products of bfloat16; int8 computes the scores from int8 integers, for long prompts. auto: bfloat16 on "
-        "these processors, else float32 (docs/quantisation.md).",
+        "fast products of bfloat16; int8 computes the scores from int8 integers, for long prompts. auto: the fastest "
+        "one on this processor that is as close to float; `chunkrt doctor` shows it (docs/quantisation.md).",
         group="Execution",
         default="auto",
         choices=lambda: ("auto", *get_args(AttentionMath)),
@@ -529,8 +529,8 @@ class EngineOptions:
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
         "Data type of the KV cache: float32, float16, int8 or bfloat16; on the command line also f32, f16, q8_0 or "
-        "bf16. int8 (native only) has one scale per 32 values. bfloat16 needs --attention-math bfloat16, where it is "
-        "the default.  [default: float16 on native, else float32]",
+        "bf16. int8 (native only) has one scale per 32 values. bfloat16 needs --attention-math bfloat16 or int8, "
+        "where it is the default.  [default: float16 on native, else float32]",
         group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",

@@ -114,7 +114,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests that share chunks, or wait for a shared chunk."""
-        return len(self._requests) + self._inbox.qsize()
+        return sum(not request.is_released for request in self._requests) + self._inbox.qsize()
 
     @property
     def is_driver(self) -> bool:

@@ -53,6 +53,8 @@ Answer = Callable[[Service, HttpRequest], Awaitable[Response]]
 
 OPEN_PATHS = ("/", "/health")
 """Paths that need no key."""
+LINE_END = "\n"
+"""End of a line of a stream, as in OpenAI's API: many clients split a stream where two of them follow each other."""
 LOG = logging.getLogger("chunkrt.server")
 
 
@@ -192,9 +194,8 @@ class _EventStream(EventSourceResponse):
     def __init__(self, events: AsyncGenerator[Mapping[str, Any] | None], ping_seconds: float) -> None:
         super().__init__(
             _stream(events),
-            sep="\n",
             ping=ping_seconds,
-            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep=LINE_END),
             headers={"Cache-Control": "no-store"},
         )
         self._events = events
@@ -214,11 +215,11 @@ async def _stream(events: AsyncGenerator[Mapping[str, Any] | None]) -> AsyncIter
                     yield _event(event)
         except Exception as error:
             yield _event(error_body(_noted("a stream", error)))
-        yield ServerSentEvent("[DONE]")
+        yield ServerSentEvent("[DONE]", sep=LINE_END)
 
 
 def _event(value: Mapping[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+    return ServerSentEvent(json.dumps(value, ensure_ascii=False, separators=(",", ":")), sep=LINE_END)
 
 
 async def _page(service: Service, http: HttpRequest) -> Response:

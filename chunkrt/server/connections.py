@@ -122,6 +122,16 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         self._follow()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a malformed request, unless its answer has begun. The application sends no further answer."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def dismiss(self, status: bytes | None) -> None:
         """Close the connection, after sending a status if one is given and no answer has begun."""
         self._forget()

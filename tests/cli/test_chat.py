@@ -132,27 +132,25 @@ def test_markdown_blocks_end_outside_of_code():
     assert code[: block_end(code)] == "```\none\n\ntwo\n```\n"
 
 
+TAKE_TERMINAL = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+"""The new process takes the terminal itself. A `preexec_fn` would run Python in a fork of this process, where it may wait
+forever for a lock that another thread held.
+"""
+
+
 class Terminal:
     """`chunkrt chat` in a pseudo-terminal, with its input and its screen."""
 
     def __init__(self, *arguments, home, before):
-        import fcntl
-        import termios
-
         self.shown = ""
         self.master, slave = os.openpty()
-
-        def take_terminal():
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
         environment = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "CHUNKRT_HOME": str(home)}
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 "-P",
                 "-c",
-                f"{before}\nfrom chunkrt.cli import main\nmain()",
+                f"{TAKE_TERMINAL}{before}\nfrom chunkrt.cli import main\nmain()",
                 "chat",
                 *map(str, arguments),
             ],
@@ -160,15 +158,16 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             env=environment,
-            preexec_fn=take_terminal,
+            start_new_session=True,
         )
         os.close(slave)
         os.set_blocking(self.master, False)
 
     def type(self, text):
         """Type text, and read the output meanwhile, so that no buffer is full."""
-        keys = text.encode()
+        keys, deadline = text.encode(), time.monotonic() + SECONDS
         while keys:
+            assert time.monotonic() < deadline, self.shown
             _, writable, _ = select.select([], [self.master], [], 0.1)
             if writable:
                 keys = keys[os.write(self.master, keys[:512]) :]

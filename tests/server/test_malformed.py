@@ -94,3 +94,26 @@ def test_invalid_http_ends_only_its_connection(served, raw):
                 received += part
     assert received == b"" or received.startswith(b"HTTP/1.1 4")
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("is_answered", [False, True], ids=["at once", "after the answer"])
+def test_malformed_body_of_a_request_whose_answer_does_not_need_it(served, caplog, is_answered):
+    """The application answers an unknown path without reading the body."""
+    address = httpx.URL(served[1])
+    errors = logging.getLogger("uvicorn.error")
+    errors.addHandler(caplog.handler)
+    try:
+        with socket.create_connection((address.host, address.port), timeout=20) as connection:
+            head = b"POST /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection.sendall(head if is_answered else head + b"ZZ\r\n")
+            received = connection.recv(65536)
+            if is_answered:
+                connection.sendall(b"ZZ\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(65536):
+                    received += part
+    finally:
+        errors.removeHandler(caplog.handler)
+    assert received.startswith(b"HTTP/1.1 404" if is_answered else b"HTTP/1.1 400")
+    assert received.count(b"HTTP/1.1") == 1
+    assert [record.getMessage() for record in caplog.records] == []

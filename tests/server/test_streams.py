@@ -103,6 +103,15 @@ def test_comments_come_between_events_too(engine, monkeypatch):
         assert b"data: [DONE]" in raw.read_all()
 
 
+def test_events_are_separated_as_in_openais_api(served):
+    """Clients that split a stream at two newlines would find no event if lines ended with a carriage return, too."""
+    content = httpx.post(f"{served[1]}/v1/completions", json=BODY).content
+    *events, done, rest = content.split(b"\n\n")
+    assert len(events) >= 2
+    assert all("choices" in json.loads(event.removeprefix(b"data: ")) for event in events)
+    assert (done, rest) == (b"data: [DONE]", b"")
+
+
 def test_failure_after_the_start_is_an_event(engine, monkeypatch):
     """OpenAI's clients raise an APIError at an event with an error."""
 

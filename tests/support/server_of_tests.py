@@ -11,6 +11,8 @@ from chunkrt.server.connections import Connections
 from chunkrt.server.listening import make_config
 from chunkrt.server.service import ServerOptions, Service
 
+MOST_SECONDS_AT_END = 300
+
 
 @contextmanager
 def serving(engine, name="toy", **options):
@@ -18,7 +20,7 @@ def serving(engine, name="toy", **options):
     service = Service(engine, name, ServerOptions(**options))
     connections = Connections(service.options.max_connections, service.options.header_seconds)
     server = uvicorn.Server(make_config(service, "127.0.0.1", 0, connections))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     try:
         while not server.started:
@@ -28,7 +30,8 @@ def serving(engine, name="toy", **options):
         yield service, f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(MOST_SECONDS_AT_END)
+        assert not thread.is_alive(), "the server waits for a request or a connection"
 
 
 def wait_until(holds):

@@ -85,10 +85,11 @@ def server(model: str | Path, *options: str) -> Iterator[tuple[str, int]]:
         yield found[1], process.pid
     finally:
         process.terminate()
-        with process.stderr:
-            said = process.stderr.read()
-        status = process.wait(60)
-        assert status == 0, (status, said)
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 0, (process.returncode, said)
         assert "Traceback" not in said, said
 
 
