@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -34,15 +35,18 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_collecting: set[int] = set()
-"""Threads in which the garbage collector runs, at any point of any function."""
+_phases: OrderedDict[str, object] = OrderedDict(start=None, stop=None)
+"""Phases of the garbage collector, with the data of each; the present phase is the last one."""
+_own_phases = threading.local()
+"""Data of the phases in which this thread called the garbage collector."""
+# The functions are written in C: an interrupt in a Python function that the garbage collector calls would be lost.
+gc.callbacks += [_phases.__setitem__, _phases.move_to_end, _own_phases.__setattr__]
 
 
-def _note_collection(phase: str, _: object) -> None:
-    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
-
-
-gc.callbacks.append(_note_collection)
+def _is_collecting() -> bool:
+    """Return True if the garbage collector runs in this thread, at any point of any function."""
+    own = getattr(_own_phases, "start", None)
+    return next(reversed(_phases)) == "start" and own is not None and own is _phases["start"]
 
 
 class Session:
@@ -298,7 +302,7 @@ class Session:
                 self._check_open()
                 # The garbage collector may close a session in a thread that computes or holds a lock, and that must not
                 # wait for itself.
-                is_inside = self._model.scheduler.is_driver or threading.get_ident() in _collecting
+                is_inside = self._model.scheduler.is_driver or _is_collecting()
                 if not sys.is_finalizing() and not is_inside:
                     with self._using:
                         self._sequence.keep_prefix()

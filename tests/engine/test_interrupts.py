@@ -1,6 +1,7 @@
 """Ctrl-C at any point leaves a session consistent with its tokens: its next answer equals that of a fresh session."""
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -272,3 +273,32 @@ def test_tokens_of_an_interrupted_shift_are_run_again(step):
                 found = opened.prefill(whole[-1:]).logits
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     assert at > step
+
+
+COLLECTIONS = """
+import gc, signal, threading
+import chunkrt
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+chunkrt.Session  # its module observes the garbage collector
+num_lost = 0
+for _ in range(10):
+    arguments = threading.main_thread().ident, signal.SIGINT
+    timer = threading.Timer(0.02, signal.pthread_kill, arguments)
+    try:
+        timer.start()
+        while timer.is_alive():
+            gc.collect()
+        num_lost += 1
+    except KeyboardInterrupt:
+        timer.join()
+print(num_lost)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
+def test_interrupt_during_a_garbage_collection_is_not_lost():
+    """CPython drops an error of a Python function that the garbage collector calls."""
+    command = [sys.executable, "-P", "-c", COLLECTIONS]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (finished.stdout, finished.stderr) == ("0\n", "")
