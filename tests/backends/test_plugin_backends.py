@@ -58,7 +58,7 @@ def test_mistake_in_a_method(load, name, method, message):
 
 
 def test_error_of_chunkrt_is_unchanged(load):
-    with pytest.raises(CompileError, match="^mine needs another version of its compiler$"):
+    with pytest.raises(CompileError, match=r"^mine needs another version of its compiler$"):
         load(compile=refuse)
 
 
