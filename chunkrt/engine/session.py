@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, get_args
 
 from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.engine.arguments import as_token_ids, require_whole
@@ -40,7 +40,8 @@ _phases: OrderedDict[str, object] = OrderedDict(start=None, stop=None)
 _own_phases = threading.local()
 """Data of the phases in which this thread called the garbage collector."""
 # The functions are written in C: an interrupt in a Python function that the garbage collector calls would be lost.
-gc.callbacks += [_phases.__setitem__, _phases.move_to_end, _own_phases.__setattr__]
+_callbacks: list[Any] = [_phases.__setitem__, _phases.move_to_end, _own_phases.__setattr__]
+gc.callbacks += _callbacks
 
 
 def _is_collecting() -> bool:
