@@ -569,10 +569,12 @@ def test_process_killed_while_it_writes(model: Path, tmp_path: Path, lines: list
     random, num_half_written, num_whole = Random(times), 0, 0
     for seed in range(times):
         with start(model, tmp_path, seed, 10**6) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(random.uniform(0, 0.3))
-            process.kill()
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                time.sleep(random.uniform(0, 0.3))
+            finally:
+                process.kill()  # it would not end by itself
         left = entries(tmp_path)
         assert sum(entry.num_bytes for entry in left) <= BUDGET
         num_half_written += any(entry.is_part for entry in left)
