@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from chunkrt.backends.base import AttentionMath, Backend, Executable, Support
-from chunkrt.errors import INSTALL_COMPILE, BackendUnavailableError, ChunkrtError, needs_compile_extra, unknown_name
+from chunkrt.errors import (
+    INSTALL_COMPILE,
+    BackendError,
+    BackendUnavailableError,
+    ChunkrtError,
+    needs_compile_extra,
+    unknown_name,
+)
 from chunkrt.plugins import Plugin, PluginGroup
 
 __all__ = ["BACKENDS", "PLUGINS", "Backend", "Executable", "Support", "make_backend"]
@@ -79,7 +88,38 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
         raise BackendUnavailableError(f"the {plugin} made {found}; expected the attributes of chunkrt.backends.Backend")
     if wrong := _wrong_attribute(backend):
         raise BackendUnavailableError(f"the {plugin} made a backend whose {wrong}; repair it or choose another backend")
+    for name, kind in (("supports", Support), ("compile", Executable)):
+        method = getattr(backend, name)
+        if not isinstance(method, _Checked):  # a plug-in may return the same object again
+            object.__setattr__(backend, name, _Checked(str(plugin), name, method, kind))
     return backend
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A method of a plug-in's backend, whose errors name the method and the plug-in."""
+
+    plugin: str
+    name: str
+    method: Callable[..., Any]
+    kind: type
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            found = self.method(*arguments, **keywords)
+        except ChunkrtError:
+            raise
+        except (Exception, SystemExit) as error:  # third-party code may raise any exception
+            raise BackendError(
+                f"{self.name} of the {self.plugin} failed: {type(error).__name__}: {error}; repair it or choose "
+                "another backend"
+            ) from error
+        if not isinstance(found, self.kind):
+            raise BackendError(
+                f"{self.name} of the {self.plugin} returned {found!r:.80}, expected an object like "
+                f"chunkrt.backends.{self.kind.__name__}; repair it or choose another backend"
+            )
+        return found
 
 
 def _wrong_attribute(backend: Backend) -> str:

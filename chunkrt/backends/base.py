@@ -51,6 +51,7 @@ class Passage(NamedTuple):
     ended_ns: int
 
 
+@runtime_checkable
 class Executable(Protocol):
     """One compiled subgraph."""
 

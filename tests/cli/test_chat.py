@@ -133,8 +133,8 @@ def test_markdown_blocks_end_outside_of_code():
 
 
 TAKE_TERMINAL = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-"""The new process takes the terminal itself. A `preexec_fn` would run Python in a fork of this process, where it may wait
-forever for a lock that another thread held.
+"""The new process takes the terminal itself. A `preexec_fn` would run Python in a fork of this process, where it may
+wait forever for a lock that another thread held.
 """
 
 

@@ -441,7 +441,7 @@ def test_prompt_beyond_the_waiting_bytes_is_not_written(
 
     def waits(*arguments: object, **options: object) -> None:
         writes.release()
-        may_write.wait()
+        assert may_write.wait(60)
         block_file.write_block(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("chunkrt.engine.prefix_cache.disk.write_block", waits)
@@ -449,7 +449,7 @@ def test_prompt_beyond_the_waiting_bytes_is_not_written(
     monkeypatch.setattr(disk, "MOST_NAMES", 2)
     with load(model, prefix_cache=tmp_path) as engine:
         engine.session().prefill(TOKENS)
-        writes.acquire()
+        assert writes.acquire(timeout=60)
         engine.session().prefill(TOKENS[::-1])  # there is no room for it
         may_write.set()
         later = iter(range(200, 500))
@@ -457,6 +457,40 @@ def test_prompt_beyond_the_waiting_bytes_is_not_written(
     written = {read_header(entry.path).tokens[:32] for entry in entries(tmp_path)}
     assert tuple(TOKENS[::-1][:32]) not in written
     assert cached_tokens(model, tmp_path, truth) >= 512
+
+
+def test_close_does_not_wait_for_nodes_that_are_saved_meanwhile(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the first writing thread must not end a second one in its place."""
+    saved, save, may_write, is_closing = list[tuple[Any, ...]](), disk.DiskStore.save, Event(), Event()
+
+    class Writer(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            is_closing.set()
+            super().join(timeout)
+
+    def note(*arguments: Any) -> None:
+        saved.append(arguments)
+        save(*arguments)
+
+    def waits(*arguments: Any, **options: Any) -> None:
+        assert may_write.wait(60)
+        block_file.write_block(*arguments, **options)
+
+    monkeypatch.setattr(disk, "Thread", Writer)
+    monkeypatch.setattr(disk.DiskStore, "save", note)
+    monkeypatch.setattr(disk, "write_block", waits)
+    with load(model, prefix_cache=tmp_path) as engine:
+        engine.session().prefill(TOKENS)
+        store, *others = saved[0]
+        closing = threading.Thread(target=store.close, daemon=True)
+        closing.start()
+        assert is_closing.wait(60)
+        save(store, *others)
+        may_write.set()
+        closing.join(60)
+        assert not closing.is_alive()
 
 
 def test_prefix_cache_that_is_not_a_folder_is_rejected(model: Path, tmp_path: Path) -> None:
@@ -535,10 +569,12 @@ def test_process_killed_while_it_writes(model: Path, tmp_path: Path, lines: list
     random, num_half_written, num_whole = Random(times), 0, 0
     for seed in range(times):
         with start(model, tmp_path, seed, 10**6) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(random.uniform(0, 0.3))
-            process.kill()
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                time.sleep(random.uniform(0, 0.3))
+            finally:
+                process.kill()  # it would not end by itself
         left = entries(tmp_path)
         assert sum(entry.num_bytes for entry in left) <= BUDGET
         num_half_written += any(entry.is_part for entry in left)

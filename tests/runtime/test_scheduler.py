@@ -167,7 +167,7 @@ def test_sequences_that_share_chunks_get_the_results_of_running_alone(
 def test_ended_request_does_not_wait() -> None:
     """Its caller may ask for the number as soon as the request has ended."""
     plan = make_plan(2)
-    scheduler, found = make_scheduler(plan, SETS[0]), []
+    scheduler, found = make_scheduler(plan, SETS[0]), list[int]()
     scheduler.submit(Request(tokens(3), State(plan, CONTEXT)), lambda: found.append(scheduler.num_waiting))
     wait_until(lambda: bool(found))
     assert found == [0]

@@ -97,7 +97,7 @@ def test_invalid_http_ends_only_its_connection(served, raw):
 
 
 @pytest.mark.parametrize("is_answered", [False, True], ids=["at once", "after the answer"])
-def test_malformed_body_is_refused_where_the_answer_does_not_need_it(served, caplog, is_answered):
+def test_malformed_body_of_an_unknown_path_is_answered_once(served, caplog, is_answered):
     """The application answers an unknown path without reading the body."""
     address = httpx.URL(served[1])
     errors = logging.getLogger("uvicorn.error")

@@ -136,17 +136,18 @@ class DiskStore:
         try:
             if not self._queue.empty():
                 self._have_written()  # an interrupt may have occurred before the thread started
-            thread, self._thread = self._thread, None
+            thread, queue = self._thread, self._queue
+            self._thread, self._queue = None, SimpleQueue()  # a session may save nodes meanwhile
         finally:
             self._starting.release()
         if thread is not None and thread.is_alive():
-            self._queue.put(None)
+            queue.put(None)
             thread.join()
 
     def _have_written(self) -> None:
         """Start the writing thread unless it is running."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=self._write_all, name="chunkrt prefix cache", daemon=True)
+            self._thread = Thread(target=self._write_all, args=(self._queue,), name="chunkrt prefix cache", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError as error:  # no further thread can be started
@@ -191,8 +192,8 @@ class DiskStore:
             while len(self._written) > MOST_NAMES:
                 del self._written[next(iter(self._written))]
 
-    def _write_all(self) -> None:
-        while (save := self._queue.get()) is not None:
+    def _write_all(self, queue: SimpleQueue[_Save | None]) -> None:
+        while (save := queue.get()) is not None:
             try:
                 self._write(save.forms, save.root, save.steps)
             except Exception as error:  # the rest of this prompt is not written; the next prompt may be
@@ -200,6 +201,7 @@ class DiskStore:
             finally:
                 with self._starting:
                     self._num_waiting_bytes -= save.num_bytes
+        queue.put(None)  # an interrupt while the thread was started may have left another one
 
     def _write(self, forms: StateForms, root: Root, steps: Sequence[_Step]) -> None:
         engine = parent = self._owner.digest(forms, root)
