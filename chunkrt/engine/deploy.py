@@ -19,7 +19,7 @@ from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.backends.qnn.contexts import store_difference
 from chunkrt.engine.capability import plan_by_capability, plan_to_run
 from chunkrt.engine.host import HOST_FILES, HostTarget, check_host, write_host
-from chunkrt.engine.model_options import choose_context_length, usual_chunk_length
+from chunkrt.engine.model_options import choose_context_length, usual_chunk_length, warn_of_equal_graphs
 from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder, options_placement, plan_model
@@ -82,6 +82,8 @@ def compile_engine(
     scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
+    if socs:
+        warn_of_equal_graphs(chunk_lengths, scheme)
     compiled: Compiled = {}
     hosts: list[HostTarget] = []
     npu_attention: dict[str, str | int] = {}

@@ -453,7 +453,8 @@ class EngineOptions:
     npu_sinks: int | None = declared_option(
         "--npu-sinks",
         "When the history exceeds the longest --npu-window of W tokens, attention on the NPU sees this number of first "
-        "tokens and the last ones up to W. An approximation.  [default: the CPU attends to longer histories]",
+        "tokens and the last ones up to W. An approximation, which needs --decode-on npu.  [default: the CPU attends to "
+        "longer histories]",
         group="Devices",
         must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
         is_planned=True,

@@ -308,7 +308,7 @@ def test_tune_chooses_graphs_of_several_lengths_and_windows_that_slide() -> None
     assert {choice.attention for choice in on_npu} == {"npu:512:sinks=4"}
     assert EngineOptions(npu="qnn", **found.settings).chunk_lengths == LENGTHS
     if found.best.attention != "cpu":
-        assert found.settings["npu_sinks"] == 4
+        assert (found.settings["npu_sinks"], found.settings["decode_on"]) == (4, "npu")
     assert 'chunk_length = "1,8,32"' in found.to_toml()
 
 
