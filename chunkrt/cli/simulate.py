@@ -90,8 +90,8 @@ def device_option(command: Command) -> Command:
     group="Execution",
     multiple=True,
     metavar="TOKENS[,TOKENS...]",
-    help="Tokens per chunk; several lengths, as in 1,8,32, for a graph on the NPU for each, as in `chunkrt run`. Repeat "
-    "the option to compare.  [default: 32, 128 and 256, or as profiled]",
+    help="Tokens per chunk; several lengths, as in 1,8,32, for a graph on the NPU for each, as in `chunkrt run`. "
+    "Repeat the option to compare.  [default: 32, 128 and 256, or as profiled]",
 )
 @option(
     "--policy",
@@ -312,8 +312,8 @@ def simulate(
             raise ConfigError(f"{flag} has no effect without work on an NPU; omit it")
     if not runs_on_npu and (several := next((each for each in chunks if len(each) > 1), None)):
         raise ConfigError(
-            f"--chunk {graphs_text(several)} has no effect with several lengths without work on an NPU; give one length, "
-            "or repeat --chunk to compare lengths"
+            f"--chunk {graphs_text(several)} has no effect with several lengths without work on an NPU; give one "
+            "length, or repeat --chunk to compare lengths"
         )
     if options.arrivals is not None:
         if overlaps_conversion:
@@ -452,6 +452,7 @@ def _plan(model: str, options: EngineOptions, ranks: Ranks) -> tuple[Plan, Schem
 def _print(model: str, rows: Sequence[Simulation]) -> None:
     click.echo(f"{model} on {rows[0].device}, scheme {rows[0].scheme}")
     has_ends = any(row.interval is not None for row in rows)
+    has_graphs = any(row.graph_lengths for row in rows)
     ends_head = ["80 %"] * has_ends
     head = (
         "prompt",
@@ -463,6 +464,7 @@ def _print(model: str, rows: Sequence[Simulation]) -> None:
         "npu busy",
         "cpu busy",
         "overlap",
+        *(["contexts", "padding"] if has_graphs else []),
         "MB",
         "joules",
     )
@@ -474,7 +476,8 @@ def _print(model: str, rows: Sequence[Simulation]) -> None:
         joules = "" if row.energy_joules is None else f"{row.energy_joules:.2f}"
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
         names = (str(row.prompt_length), row.chunks_text, row.policy)
-        table.append((*names, *figures, *shares, memory, joules, _most_idle(row)))
+        graphs = (str(row.contexts), "-" if row.padding is None else f"{row.padding:.1%}") if has_graphs else ()
+        table.append((*names, *figures, *shares, *graphs, memory, joules, _most_idle(row)))
     print_table(table, right=[name for name in head if name != "policy"], between=" ")
 
 

@@ -96,8 +96,8 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
 
 
 def check_decode(plan: Plan, options: EngineOptions) -> None:
-    """Raise ConfigError if the CPU decodes, although the windows of a plan with attention on the NPU slide. The CPU sees
-    all positions, so the text would depend on the processor.
+    """Raise ConfigError if the CPU decodes, although the windows of a plan with attention on the NPU slide. The CPU
+    sees all positions, so the text would depend on the processor.
     """
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     slides = any(kept_slots(node) is not None and not node.attributes["window"] for node in nodes)

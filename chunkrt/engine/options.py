@@ -288,7 +288,10 @@ class EngineOptions:
         "with the smallest graph that holds them.  [default: 32 with an NPU, else 128; for an engine directory 32 if "
         "it was compiled, else the longest compiled length, with the graphs of all shorter ones]",
         group="Execution",
-        must=(lambda value: bool(lengths_of(value)), "numbers of tokens, at least 1, with commas between, as in 1,8,32"),
+        must=(
+            lambda value: bool(lengths_of(value)),
+            "numbers of tokens, at least 1, with commas between, as in 1,8,32",
+        ),
         is_planned=True,
     )
     policy: str | Policy = declared_option(
@@ -453,8 +456,8 @@ class EngineOptions:
     npu_sinks: int | None = declared_option(
         "--npu-sinks",
         "When the history exceeds the longest --npu-window of W tokens, attention on the NPU sees this number of first "
-        "tokens and the last ones up to W. An approximation, which needs --decode-on npu.  [default: the CPU attends to "
-        "longer histories]",
+        "tokens and the last ones up to W. An approximation, which needs --decode-on npu.  [default: the CPU attends "
+        "to longer histories]",
         group="Devices",
         must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
         is_planned=True,

@@ -80,8 +80,8 @@ def without_key_biases(plan: Plan) -> Plan:
 
 
 def has_key_biases(plan: Plan) -> bool:
-    """Return whether biases take part in the keys of some attention, also those that `without_key_biases` cannot remove:
-    biases of a latent from which keys are made, or in front of a norm of heads.
+    """Return whether biases take part in the keys of some attention, also those that `without_key_biases` cannot
+    remove: biases of a latent from which keys are made, or in front of a norm of heads.
     """
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     makers = {name: node for node in nodes for name in node.outputs}

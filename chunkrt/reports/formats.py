@@ -270,7 +270,9 @@ def _graphs(graphs: str) -> list[str]:
 def experiment(data: Any, name: str) -> Source:
     """Return the rows of an experiment, as dictionaries, in common terms."""
     rows = _convert(data if isinstance(data, list) else [data], list[_GridRow])
-    results = [row.result(name, _partition(row.placement_name, row.placement, row.attention, row.graphs)) for row in rows]
+    results = [
+        row.result(name, _partition(row.placement_name, row.placement, row.attention, row.graphs)) for row in rows
+    ]
     return source_with(name, "experiment", (r.model for r in rows), (r.origin for r in rows), results=results)
 
 

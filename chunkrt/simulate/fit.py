@@ -90,8 +90,8 @@ class Fit:
     """Memory that a model takes on a device, and the device's memory, in bytes.
 
     Attributes:
-        graph_lengths: chunk lengths of the NPU's graphs, if there are several; every graph is a context with weights and
-            buffers of its own. Empty if there is one graph, for the chunk length.
+        graph_lengths: chunk lengths of the NPU's graphs, if there are several; every graph is a context with its own
+            weights and buffers. Empty if there is one graph, for the chunk length.
         sessions: for each NPU session, the names of its contexts.
         cache_bytes: keys and values of one conversation, in float16, and its recurrent state, in float32.
         chunk_bytes: values of the chunks in flight, in prompts and in decode.

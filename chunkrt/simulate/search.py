@@ -301,8 +301,7 @@ class _Trial:
         bounds = [0.0] * len(able)
         if self._attention == ON_CPU:
             costs = {
-                length: next(search._costs(ON_CPU, self._lengths, length))[1]
-                for length in set(search.prompt_lengths)
+                length: next(search._costs(ON_CPU, self._lengths, length))[1] for length in set(search.prompt_lengths)
             }
             for index, labels in enumerate(able):
                 times_ms, joules = [], 0.0

@@ -107,9 +107,7 @@ def serving_costs(
     if not device.uses_npu:
         plan = plan.on_cpu()
     processors = device.processors(plan)
-    whole = ModelledWork(
-        plan, scheme, device, chunk_length=chunk_length, chunks=chunks, graph_lengths=graph_lengths
-    )
+    whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks, graph_lengths=graph_lengths)
     work_of: WorkOf = whole
     decodes_apart = never
     if not has_npu(processors):

@@ -597,7 +597,9 @@ def _memory(
     stored = weight_bytes(plan, scheme)
     weights = sum(stored.values())
     if any(processor.devices == {"npu"} for record in records for processor in record.pipeline.processors):
-        weights += num_graphs * sum(stored[name] for p in plans for s in p.subgraphs if s.device == "npu" for name in s.weights)
+        weights += num_graphs * sum(
+            stored[name] for p in plans for s in p.subgraphs if s.device == "npu" for name in s.weights
+        )
     in_flight = max(min(r.pipeline.num_slots, r.num_chunks) * r.pipeline.slot_bytes for r in records)
     slots = plan.slots(prompt_length, records[0].pipeline.chunk_length)
     fixed = sum(state_bytes(tensor, slots) for tensor in plan.state_tensors if "P" not in tensor.shape)

@@ -522,9 +522,7 @@ class _SchemeSearch:
         if on_cpu:
             yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
         if not self._fixed.is_measured and self._has_npu:
-            for attention in self._fixed.attentions or _attentions(
-                self._plan, self._prompt_lengths, self._npu_sinks
-            ):
+            for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths, self._npu_sinks):
                 able = _with_attention(self._partitions, self._plans, attention, self._scheme)
                 if able:
                     yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
@@ -765,7 +763,7 @@ class _Fixed:
         for each, lengths in zip(dict.fromkeys(wanted), found, strict=True):
             if not lengths:
                 raise ConfigError(
-                    f"chunk_lengths: {each!r}, expected whole numbers of at least 1, or such numbers with commas between"
+                    f"chunk_lengths: {each!r}, expected a whole number of at least 1, or several with commas between"
                 )
             if self.is_measured:
                 is_known = lengths in self.chunk_lengths

@@ -94,10 +94,7 @@ class OneAttention:
                 Tensor(name=name, dtype="float32", shape=table.shape, kind="weight")
                 for name, table in self.tables.items()
             ),
-            *(
-                Tensor(name=name, dtype="float32", shape=(kv_heads, symbol, dim), kind="state")
-                for name in self.caches
-            ),
+            *(Tensor(name=name, dtype="float32", shape=(kv_heads, symbol, dim), kind="state") for name in self.caches),
         ]
         node = Node(
             name="attention",
@@ -351,7 +348,9 @@ def test_layer_sees_its_own_window_while_others_slide(npu_window, tmp_path):
     options = EngineOptions(npu="qnn", attention="npu", npu_window=npu_window, npu_sinks=2)
     plan = plan_checkpoint(checkpoint("gemma4"), {}).plan
     (near,) = near_plans(plan, {}, options, plan.context_length)
-    nodes = {node.name: node.attributes for s in near.plan.subgraphs for node in s.nodes if "past_slots" in node.attributes}
+    nodes = {
+        node.name: node.attributes for s in near.plan.subgraphs for node in s.nodes if "past_slots" in node.attributes
+    }
     whole = [name for name, attributes in nodes.items() if not attributes["window"]]
     assert whole
     assert all((nodes[name]["past_slots"], nodes[name]["kept_slots"]) == (npu_window, 2) for name in whole)

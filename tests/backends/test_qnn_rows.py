@@ -196,8 +196,8 @@ def test_several_lengths_without_an_npu_are_reported(model, caplog):
 
 
 SHARED = (
-    "with 8-bit activations (w8a8) graphs on the NPU have multiples of 32 rows: chunks of 1, 8, 32 tokens share a graph "
-    "of 32 rows; smaller graphs need a scheme with 16-bit activations"
+    "with 8-bit activations (w8a8) graphs on the NPU have multiples of 32 rows: chunks of 1, 8, 32 tokens share a "
+    "graph of 32 rows; smaller graphs need a scheme with 16-bit activations"
 )
 
 

@@ -61,7 +61,13 @@ def test_rows_are_those_of_single_simulations_in_the_order_of_the_grid(rows: Row
         for name in ("processors", "link", "interval", "joules", "ms_by_parameter", "contexts", "padding"):
             del alone[name]
         assert alone.pop("graph_lengths") == ()
-        names = {"graphs": "", "model": "made up", "placement_name": placement_text(placement), "attention": "cpu", "device": device}
+        names = {
+            "graphs": "",
+            "model": "made up",
+            "placement_name": placement_text(placement),
+            "attention": "cpu",
+            "device": device,
+        }
         assert vars(row) == alone | names | {"placement": placement, "origin": "predicted"}
 
 

@@ -291,9 +291,7 @@ def test_experiment_takes_several_lengths_and_windows_that_slide(plan: Plan, dev
             chunkrt.experiment(SMALL_SHAPE, chunk_lengths=[chunks], policies=["in_order"], **grid)
     for attention in ("npu:64:sinks=", "npu:sinks", "npu:64:sinks=64", "cpu:sinks=1", "npu::sinks=x"):
         with pytest.raises(ConfigError):
-            chunkrt.experiment(
-                SMALL_SHAPE, chunk_lengths=[32], policies=["in_order"], attentions=[attention], **grid
-            )
+            chunkrt.experiment(SMALL_SHAPE, chunk_lengths=[32], policies=["in_order"], attentions=[attention], **grid)
 
 
 def test_tune_chooses_graphs_of_several_lengths_and_windows_that_slide() -> None:
@@ -315,14 +313,10 @@ def test_tune_chooses_graphs_of_several_lengths_and_windows_that_slide() -> None
 def measured(plan: Plan, graph_lengths: tuple[int, ...]) -> MeasuredProfile:
     """Every task of the NPU takes 10 microseconds, and 2 more for each row of its graph; the CPU is as fast."""
     costs = {
-        name: SubgraphCost(
-            subgraph=name, fixed_us=10.0, row_us=2.0, pair_us=0.5 if name.startswith("dynamic") else 0.0
-        )
+        name: SubgraphCost(subgraph=name, fixed_us=10.0, row_us=2.0, pair_us=0.5 if name.startswith("dynamic") else 0.0)
         for name in twins(plan).values()
     }
-    budget = ThreadsCost(
-        threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs=costs, decode={}
-    )
+    budget = ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs=costs, decode={})
     return MeasuredProfile(
         name="toy",
         model="small",
@@ -366,7 +360,12 @@ def test_command_takes_the_form_of_run_and_repeats_to_compare(command: Any) -> N
     assert rows[0]["time_to_first_token_ms"] < rows[1]["time_to_first_token_ms"]
     assert rows[0]["contexts"] == 3 * rows[1]["contexts"]
     printed = command(*SIMULATE, "--chunk", "1,8,32").out.splitlines()
-    assert printed[2].split()[:3] == ["37", "1,8,32", "in_order"]
+    cells = dict(
+        zip(printed[1].replace("ttft ms", "ttft").replace("80 %", "80%").split(), printed[2].split(), strict=False)
+    )
+    assert (cells["prompt"], cells["chunk"], cells["policy"]) == ("37", "1,8,32", "in_order")
+    assert f"{rows[0]['contexts']} {100 * (1 - 37 / 40):.1f}%" in " ".join(printed[2].split())
+    assert "contexts" not in command(*SIMULATE, "--chunk", "32").out
 
 
 def test_command_reads_lengths_and_sinks_of_a_settings_file(command: Any, tmp_path: Path) -> None:

@@ -290,7 +290,9 @@ def run_cli(*arguments: str) -> list[dict]:
 
 
 def test_the_command_prints_a_row_for_every_case() -> None:
-    rows = run_cli("gemma-2b", "--device", "sd8gen3", "-p", "64,128", "--chunk", "32", "--chunk", "64", "--policy", "all")
+    rows = run_cli(
+        "gemma-2b", "--device", "sd8gen3", "-p", "64,128", "--chunk", "32", "--chunk", "64", "--policy", "all"
+    )
     assert len(rows) == 2 * 2 * len(POLICIES)
     assert set(rows[0]) == {
         "model", "origin", "device", "scheme", "policy", "prompt_length", "chunk_length", "chunks_in_flight",
