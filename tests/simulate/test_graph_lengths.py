@@ -360,10 +360,7 @@ def test_command_takes_the_form_of_run_and_repeats_to_compare(command: Any) -> N
     assert rows[0]["time_to_first_token_ms"] < rows[1]["time_to_first_token_ms"]
     assert rows[0]["contexts"] == 3 * rows[1]["contexts"]
     printed = command(*SIMULATE, "--chunk", "1,8,32").out.splitlines()
-    cells = dict(
-        zip(printed[1].replace("ttft ms", "ttft").replace("80 %", "80%").split(), printed[2].split(), strict=False)
-    )
-    assert (cells["prompt"], cells["chunk"], cells["policy"]) == ("37", "1,8,32", "in_order")
+    assert printed[2].split()[:3] == ["37", "1,8,32", "in_order"]
     assert f"{rows[0]['contexts']} {100 * (1 - 37 / 40):.1f}%" in " ".join(printed[2].split())
     assert "contexts" not in command(*SIMULATE, "--chunk", "32").out
 
