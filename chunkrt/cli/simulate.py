@@ -270,7 +270,7 @@ def simulate(
     if scheme is None and not is_compiled:
         of_device = DEFAULT_DEVICE_SCHEME if one_of.are_alone else DEFAULT_SCHEME
         scheme = device.scheme if isinstance(device, MeasuredProfile) else of_device
-    if isinstance(chunk_lengths, str | int):  # of a settings file
+    if isinstance(chunk_lengths, str | int):  # a settings file has one value
         chunk_lengths = (str(chunk_lengths),)
     if not chunk_lengths and isinstance(device, MeasuredProfile):
         chunk_lengths = (chunk_text(device.chunk_length, device.graph_lengths),)

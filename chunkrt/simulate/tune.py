@@ -245,7 +245,7 @@ class Tuned:
             options = attention_options(self.best.attention)
             found |= {"attention": "npu", "npu_window": options.npu_window}
             if options.npu_sinks is not None:
-                found |= {"npu_sinks": options.npu_sinks, "decode_on": "npu"}  # which an engine needs with sinks
+                found |= {"npu_sinks": options.npu_sinks, "decode_on": "npu"}  # engines refuse sinks otherwise
         if self.best.placement:
             found["placement"] = self.best.placement
         return found

@@ -171,7 +171,7 @@ def test_every_graph_is_a_context_with_its_own_weights(plan: Plan, device: Devic
     assert 0 < scales < weights / 5  # scales of columns, and norms
 
 
-def test_lengths_whose_graphs_have_the_same_rows_count_once(plan: Plan, device: DeviceProfile) -> None:
+def test_lengths_with_equal_graphs_count_once(plan: Plan, device: DeviceProfile) -> None:
     found = simulate(plan, device, prompt_length=40, graph_lengths=(1, 2, 32, 64), **OPTIONS)
     assert found.graph_lengths == (2, 32)
     with_8_bits = simulate(plan, device, prompt_length=40, graph_lengths=LENGTHS, **(OPTIONS | {"scheme": "w8a8"}))

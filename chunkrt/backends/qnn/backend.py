@@ -238,6 +238,10 @@ class QnnBackend:
         except Exception as error:  # an exception of ONNX Runtime
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
 
+    def has(self, key: str) -> bool:
+        """Return True if a context exists, also as a difference, even if it is damaged."""
+        return any(folder.has(key) for folder in (self._compiled, self._contexts) if folder)
+
     def _unwritable(self, subgraph: Subgraph, error: OSError) -> CompileError:
         return CompileError(
             f"cannot write the context of {subgraph.name} to {self._contexts.path}: {cause_of(error)}; set "
