@@ -112,13 +112,13 @@ class Contexts:
         return next(subgraph for subgraph in plan.subgraphs if subgraph.name == job.subgraph), plan
 
 
-def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], tell: Callable[[int, int], None]) -> None:
+def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callable[[int, int], None]) -> None:
     """Compile missing contexts in several processes, if there are enough for each process, and enough memory.
 
     Contexts that a worker could not compile remain missing: the caller compiles them, and raises the error.
 
     Args:
-        tell: function that is called with the number of compiled contexts, and the number of missing ones.
+        progress: function that is called with the number of compiled contexts, and the number of missing ones.
     """
     missing = contexts.missing(jobs)
     if (workers := _num_workers(contexts, missing)) < 2:
@@ -132,7 +132,7 @@ def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], tell: Callable[[
                 if isinstance(future.exception(), BrokenProcessPool):
                     log.warning("a process that compiles contexts died; the others are compiled one after another")
                     return
-                tell(done, len(missing))
+                progress(done, len(missing))
         except BaseException:
             for process in set(active_children()) - others:
                 process.terminate()
