@@ -81,8 +81,9 @@ class Contexts:
     def backend(self, soc: str) -> QnnBackend:
         """Return the backend of a SoC."""
         if soc not in self._backends:
-            folders = {"contexts": contexts_folder(), "compiled": self.engine / CONTEXTS}
-            self._backends[soc] = QnnBackend(find_soc(soc), options=self.options.htp, **folders)
+            self._backends[soc] = QnnBackend(
+                find_soc(soc), contexts=contexts_folder(), compiled=self.engine / CONTEXTS, options=self.options.htp
+            )
         return self._backends[soc]
 
     def prepare(self, job: Job) -> Path:

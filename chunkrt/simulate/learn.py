@@ -94,9 +94,9 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
         row_us = 0.0
         if subgraph.rows == "T" and short[subgraph.name]:
             least = min(short[subgraph.name])
-            chunk = ChunkWork(num_tokens=least, num_rows=1, position=0)
-            rows = measured_rows(plan, subgraph, chunk, graph_lengths)
-            rest = median(short[subgraph.name][least]) - pair_us * chunk.pairs(subgraph.window)
+            shortest = ChunkWork(num_tokens=least, num_rows=1, position=0)
+            rows = measured_rows(plan, subgraph, shortest, graph_lengths)
+            rest = median(short[subgraph.name][least]) - pair_us * shortest.pairs(subgraph.window)
             if rows < chunk_length:
                 row_us = min(max(0.0, (base - rest) / (chunk_length - rows)), base / chunk_length)
         costs[subgraph.name] = SubgraphCost(
