@@ -236,7 +236,8 @@ def simulate(
     if near and link is not None:
         raise ConfigError("attention on the NPU is simulated on one machine only; omit the link and the ranks")
     plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
-    on_npu = sum(subgraph.device == "npu" for of in plans for subgraph in of.subgraphs)
+    has_npu = device.has_npu if isinstance(device, MeasuredProfile) else device.uses_npu
+    on_npu = sum(has_npu and subgraph.device == "npu" for of in plans for subgraph in of.subgraphs)
     graphs = graphs_of(graph_lengths, chunk_length, found_scheme) if on_npu else ()
     runs: list[_Run] = []
     for used, chunks in _parts(plan, near, cut(prompt_length, chunk_length)):
@@ -576,7 +577,7 @@ def _padding(runs: Sequence[_Run]) -> float | None:
     rows = [
         (run.record.pipeline.rows_on_npu(chunk.num_tokens), chunk.num_tokens)
         for run in runs
-        if any(stage.device == "npu" for stage in run.record.pipeline.stages)
+        if any(event.processor == "npu" for event in run.record.events)
         for chunk in run.chunks
     ]
     computed = sum(on_npu for on_npu, _ in rows)

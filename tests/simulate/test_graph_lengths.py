@@ -351,6 +351,12 @@ def test_measured_profile_of_several_graphs_is_learnt_kept_and_used(plan: Plan, 
         find_device(path)
 
 
+def test_profile_without_an_npu_has_no_graphs(plan: Plan) -> None:
+    on_cpu = replace(measured(plan, ()), has_npu=False)
+    found = simulate(plan, on_cpu, prompt_length=40, graph_lengths=LENGTHS, **OPTIONS)
+    assert (found.graph_lengths, found.contexts, found.padding) == ((), 0, None)
+
+
 SIMULATE = ("simulate", "qwen1.5-1.8b", "--device", "sd8gen3", "-p", 37, "--policy", "in_order")
 
 
