@@ -123,7 +123,7 @@ class Serving:
         """Return all statistics except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         spreads = {name: value._asdict() for name, value in figures.items() if isinstance(value, Spread)}
-        return figures | spreads
+        return figures | spreads | {"graph_lengths": list(self.graph_lengths)}
 
 
 def simulate_serving(

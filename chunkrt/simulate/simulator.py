@@ -172,6 +172,7 @@ class Simulation:
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
         return figures | {
             "processors": processors,
+            "graph_lengths": list(self.graph_lengths),
             "interval": None if self.interval is None else asdict(self.interval),
             "ms_by_parameter": dict(self.ms_by_parameter),
             "link": None if self.link is None else asdict(self.link),
