@@ -30,6 +30,9 @@ OF_COMMAND = ("workers", "dask", "output", "progress")
 
 NUM_SHOWN = 12
 
+NO_NAME = {"placement_name": "natural", "graphs": "one"}
+"""Texts of choices whose name is empty."""
+
 
 @click.command(cls=GroupedCommand, first="output csv_file workers dask plot as_json")
 @click.argument("grid", type=click.Path(path_type=Path))
@@ -150,7 +153,7 @@ def _print(rows: Rows) -> None:
         joules = "" if row.energy_joules is None else f"{row.energy_joules:.2f}"
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
         times = f"{row.time_to_first_token_ms:.1f}", f"{row.tokens_per_s:.1f}"
-        choices = (str(getattr(row, name)) or "natural" for name in varying)
+        choices = (str(getattr(row, name)) or NO_NAME.get(name, "") for name in varying)
         table.append((*choices, *times, memory, joules, "*" if row in front else ""))
     print_table(table, right=figures)
     if len(rows) > len(fastest):

@@ -12,13 +12,15 @@ from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.plan import chosen_ranks, compiled_options, read_model
 from chunkrt.cli.shared_options import engine_fields, ranks_options, refuse_without, settings_option, verbose_option
+from chunkrt.engine.model_options import graph_lengths
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine_directory.manifest import is_engine_directory
+from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES
 from chunkrt.simulate import shapes
 from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 from chunkrt.simulate.models import find_model_shape
+from chunkrt.simulate.simulator import chunk_text
 
 FITTED_SETTINGS = (
     *("scheme", "chunk_length", "context_length", "placement", "shadow"),
@@ -46,7 +48,14 @@ FITTED_SETTINGS = (
     type=click.Choice(STATIC_SCHEMES),
     help="Quantisation of weights and activations.  [default: w8a16, or as compiled]",
 )
-@option("--chunk", "chunk_length", group="Execution", type=int, help="Tokens per chunk.  [default: 32, or as compiled]")
+@option(
+    "--chunk",
+    "chunk_length",
+    group="Execution",
+    metavar="TOKENS[,TOKENS...]",
+    help="Tokens per chunk; several lengths, as in 1,8,32, for a graph on the NPU for each.  [default: 32, or as "
+    "compiled]",
+)
 @engine_fields("context_length", "placement", "shadow", "attention", "npu_window", "npu_graph", "npu_sinks", "weights")
 @ranks_options
 @option("--ram", "ram_gb", group="Devices", type=float, help="RAM of the device in GB.  [default: typical for the SoC]")
@@ -57,7 +66,7 @@ def fit(
     model: str,
     soc_name: str | None,
     scheme: str | None,
-    chunk_length: int | None,
+    chunk_length: str | int | None,
     context_length: int | None,
     ram_gb: float | None,
     as_json: bool,
@@ -89,20 +98,22 @@ def fit(
         npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length, **settings
     )
     options = compiled_options(model, options)
-    plan, found_scheme, chunk_length = read_model(model, options, ranks)
+    plan, found_scheme, longest = read_model(model, options, ranks)
+    is_compiled = is_engine_directory(Path(model))
     context_length = options.context_length or plan.context_length
     result = fit_plan(
         plan,
         found_scheme,
         soc,
-        chunk_length=chunk_length,
+        chunk_length=longest,
+        graph_lengths=graph_lengths(options, read_manifest(Path(model))) if is_compiled else options.chunk_lengths,
         context_length=context_length,
         ram_bytes=int(ram_gb * GB) if ram_gb else soc.typical_ram_bytes,
         options=options,
     )
     remedy = ""
     if result.problems:
-        remedy = find_remedy(plan, found_scheme, result, is_compiled=is_engine_directory(Path(model)), options=options)
+        remedy = find_remedy(plan, found_scheme, result, is_compiled=is_compiled, options=options)
     if as_json:
         click.echo(json.dumps(result.to_dict() | {"remedy": remedy}, indent=1))
     else:
@@ -114,7 +125,8 @@ def fit(
 def _print(fit: Fit, remedy: str, *, is_ram_guessed: bool) -> None:
     products = f" ({', '.join(fit.soc.products)})" if fit.soc.products else ""
     click.echo(
-        f"{fit.soc.name}{products}, scheme {fit.scheme}, chunks of {fit.chunk_length}, context of {fit.context_length}"
+        f"{fit.soc.name}{products}, scheme {fit.scheme}, chunks of {chunk_text(fit.chunk_length, fit.graph_lengths)}, "
+        f"context of {fit.context_length}"
     )
     weights = sum(c.weight_bytes for c in fit.contexts)
     contexts = sum(c.context_bytes for c in fit.contexts)

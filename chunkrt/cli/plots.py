@@ -44,10 +44,10 @@ def draw_simulations(model: str, rows: Sequence[Simulation], path: Path) -> None
     """Draw rates and times to first token over prompt lengths, with one line per chunk length and policy."""
     rates: dict[str, list[PlotPoint]] = {}
     times: dict[str, list[PlotPoint]] = {}
-    choices: dict[str, tuple[int, str]] = {}
+    choices: dict[str, tuple[str, str]] = {}
     for row in rows:
-        name = f"chunk {row.chunk_length}, {row.policy}"
-        choices[name] = (row.chunk_length, row.policy)
+        name = f"chunk {row.chunks_text}, {row.policy}"
+        choices[name] = (row.chunks_text, row.policy)
         rates.setdefault(name, []).append(PlotPoint(row.prompt_length, row.tokens_per_s))
         times.setdefault(name, []).append(PlotPoint(row.prompt_length, row.time_to_first_token_ms))
     kinds = {RATE: rates, "time to first token, ms": times}
@@ -73,4 +73,4 @@ def draw_tuned(tuned: Tuned, path: Path) -> None:
 
 def _setup(choice: Setup) -> str:
     attention = "" if choice.attention == ON_CPU else f", attention {choice.attention}"
-    return f"chunk {choice.chunk_length}, {choice.partition}{attention}"
+    return f"chunk {choice.graphs or choice.chunk_length}, {choice.partition}{attention}"

@@ -139,7 +139,9 @@ def measure_profile(
             raise ConfigError(
                 f"the context has {engine.context_length} tokens; expected at least {LEAST_CONTEXT}, to measure decode"
             )
-        prompts = [n for n in (num_chunks * chunk_length, chunk_length // 2) if n > 0]
+        graph_lengths = engine.loaded.scheduler.executors.prompts.pipeline.graph_lengths
+        shorter = [n for n in graph_lengths if 1 < n < chunk_length]  # a prompt of one token is decoded
+        prompts = [n for n in (num_chunks * chunk_length, chunk_length // 2, *shorter) if n > 0]
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
         apart: dict[tuple[int, str], list[float]] = {}
         decoded: dict[int, list[list[RunRecord]]] = {threads: [] for threads in budgets}
@@ -170,6 +172,7 @@ def measure_profile(
             f"{prompts[0]} tokens, {os.cpu_count()} cores, affinity {engine.options.affinity}, "
             f"other load {statistics.median(loads):.0f} %",
             budgets={budget.threads: budget for budget in learnt},
+            graph_lengths=graph_lengths,
         )
         return profile, apart
 

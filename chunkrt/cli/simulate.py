@@ -19,7 +19,7 @@ from chunkrt.cli.plots import draw_simulations
 from chunkrt.cli.shared_options import engine_fields, refuse_without, settings_option, verbose_option
 from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
 from chunkrt.engine.npu_attention import near_by_reach
-from chunkrt.engine.options import AttentionOn, EngineOptions
+from chunkrt.engine.options import AttentionOn, EngineOptions, lengths_of
 from chunkrt.engine.settings import DEVICE
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
@@ -37,14 +37,17 @@ from chunkrt.simulate.compose import SOFTWARE
 from chunkrt.simulate.experiments import with_attention_on_cpu
 from chunkrt.simulate.link import FORM
 from chunkrt.simulate.measured import MeasuredProfile
+from chunkrt.simulate.search import Lengths
+from chunkrt.simulate.simulator import chunk_text, graphs_text
 from chunkrt.simulate.sustained import Sustained, sustain
 
 DEFAULT_DEVICE_SCHEME = "w8a16"
 DEFAULT_PROMPTS = "64,256,1024"
+DEFAULT_CHUNKS = ("32", "128", "256")
 
 SIMULATED_SETTINGS = (
     *("policy", "scheme", "threads", "placement", "shadow", "budget", "calibration"),
-    *("attention", "npu_window", "npu_graph", "chunks_in_flight"),
+    *("attention", "npu_window", "npu_graph", "npu_sinks", "chunks_in_flight"),
 )
 """Settings of an engine that a simulation uses under their own names."""
 SERVER_SETTINGS = ("batcher", "decode_on")
@@ -85,7 +88,10 @@ def device_option(command: Command) -> Command:
     "--chunk",
     "chunk_lengths",
     group="Execution",
-    help="Chunk lengths in tokens, separated by commas.  [default: 32,128,256, or as profiled]",
+    multiple=True,
+    metavar="TOKENS[,TOKENS...]",
+    help="Tokens per chunk; several lengths, as in 1,8,32, for a graph on the NPU for each, as in `chunkrt run`. "
+    "Repeat the option to compare.  [default: 32, 128 and 256, or as profiled]",
 )
 @option(
     "--policy",
@@ -101,7 +107,7 @@ def device_option(command: Command) -> Command:
     help="Quantisation of weights and activations.  [default: the engine directory's or the profile's, else w8a16]",
 )
 @option("--threads", group="Execution", type=int, help="Number of threads, one that was profiled.  [default: the most]")
-@engine_fields("placement", "shadow", "budget", "calibration", "attention", "npu_window", "npu_graph")
+@engine_fields("placement", "shadow", "budget", "calibration", "attention", "npu_window", "npu_graph", "npu_sinks")
 @option(
     "--in-flight",
     "chunks_in_flight",
@@ -198,7 +204,7 @@ def simulate(
     model: str,
     device_name: str | None,
     prompt_lengths: str | None,
-    chunk_lengths: str | int | None,
+    chunk_lengths: tuple[str, ...] | str | int,
     policy: str,
     scheme: str | None,
     threads: int | None,
@@ -220,6 +226,7 @@ def simulate(
     attention: AttentionOn,
     npu_window: str | int,
     npu_graph: str,
+    npu_sinks: int | None,
     **serving: Any,
 ) -> None:
     """Simulate the prefill of MODEL on a device. MODEL may also be the name of a built-in shape, listed below.
@@ -227,12 +234,13 @@ def simulate(
     With --ranks, the model is split over the CPUs of several machines, of which one is simulated, as all take equal
     time. With --arrivals, a server is simulated that batches sequences into shared chunks. With --attention npu, each
     chunk uses the graphs of the smallest --npu-window that holds the tokens before it, and the CPU computes attention
-    of later chunks.
+    of later chunks, unless --npu-sinks lets the window slide.
 
     MODEL may also be a config.json without weights.
     """
     if attention != "npu":
-        refuse_without("--attention npu", "npu_window", "npu_graph")
+        refuse_without("--attention npu", "npu_window", "npu_graph", "npu_sinks")
+        npu_sinks = None  # a settings file may name it for an engine
     elif serving["arrivals"] is not None or ranks > 1:
         raise ConfigError(
             "attention on the NPU can be simulated for one prompt on one machine only; omit --attention npu"
@@ -262,13 +270,13 @@ def simulate(
     if scheme is None and not is_compiled:
         of_device = DEFAULT_DEVICE_SCHEME if one_of.are_alone else DEFAULT_SCHEME
         scheme = device.scheme if isinstance(device, MeasuredProfile) else of_device
-    if chunk_lengths is None:
-        chunk_lengths = device.chunk_length if isinstance(device, MeasuredProfile) else "32,128,256"
+    if isinstance(chunk_lengths, str | int):  # a settings file has one value
+        chunk_lengths = (str(chunk_lengths),)
+    if not chunk_lengths and isinstance(device, MeasuredProfile):
+        chunk_lengths = (chunk_text(device.chunk_length, device.graph_lengths),)
     policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
-    prompts, chunks = (
-        _lengths("-p", DEFAULT_PROMPTS if prompt_lengths is None else prompt_lengths),
-        _lengths("--chunk", str(chunk_lengths)),
-    )
+    prompts = _lengths("-p", DEFAULT_PROMPTS if prompt_lengths is None else prompt_lengths)
+    chunks = [graph_lengths("--chunk", each) for each in chunk_lengths or DEFAULT_CHUNKS]
     if trace is not None:
         of_prompt = "one prompt length, " if options.arrivals is None else ""
         if (len(prompts) if of_prompt else 1) * len(chunks) * len(policies) > 1:
@@ -293,6 +301,7 @@ def simulate(
             attention=attention,
             npu_window=npu_window,
             npu_graph=npu_graph,
+            npu_sinks=npu_sinks,
         ),
     )
     plan, settled = _plan(model, engine, one_of)
@@ -301,6 +310,11 @@ def simulate(
     for flag, is_given in (("--overlap-conversion", overlaps_conversion), ("--power-mode", power_mode is not None)):
         if is_given and not runs_on_npu:
             raise ConfigError(f"{flag} has no effect without work on an NPU; omit it")
+    if not runs_on_npu and (several := next((each for each in chunks if len(each) > 1), None)):
+        raise ConfigError(
+            f"--chunk {graphs_text(several)} has no effect with several lengths without work on an NPU; give one "
+            "length, or repeat --chunk to compare lengths"
+        )
     if options.arrivals is not None:
         if overlaps_conversion:
             raise ConfigError("--overlap-conversion has no effect with --arrivals; omit it")
@@ -328,17 +342,18 @@ def simulate(
         return _near(model, plan, engine, chunk_length) if ranks == 1 and is_for_npu else {}
 
     def simulate_one(
-        plan: Plan, scheme: Scheme, link: LinkProfile | None, point: tuple[int, int, str], device: Profile
+        plan: Plan, scheme: Scheme, link: LinkProfile | None, point: tuple[int, Lengths, str], device: Profile
     ) -> Simulation:
-        prompt, chunk, name = point
+        prompt, lengths, name = point
         return simulate_prompt(
             plan,
             device,
             prompt_length=prompt,
-            chunk_length=chunk,
+            chunk_length=lengths[-1],
+            graph_lengths=lengths,
             policy=name,
             scheme=scheme,
-            near=near_of(chunk),
+            near=near_of(lengths[-1]),
             chunks_in_flight=chunks_in_flight,
             threads=threads,
             ranks=1 if link is None else ranks,
@@ -402,6 +417,15 @@ def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> 
     return near_by_reach(plan, placement_of(model, options), options, context_length)
 
 
+def graph_lengths(option: str, text: str) -> Lengths:
+    """Return the lengths of an option in the form of `chunk_length`, shortest first."""
+    if lengths := lengths_of(text):
+        return lengths
+    raise ConfigError(
+        f"{option} is {text!r}, expected numbers of tokens, at least 1, with commas between, as in 1,8,32"
+    )
+
+
 def _lengths(option: str, text: str) -> list[int]:
     try:
         lengths = [int(part) for part in text.split(",")]
@@ -428,6 +452,7 @@ def _plan(model: str, options: EngineOptions, ranks: Ranks) -> tuple[Plan, Schem
 def _print(model: str, rows: Sequence[Simulation]) -> None:
     click.echo(f"{model} on {rows[0].device}, scheme {rows[0].scheme}")
     has_ends = any(row.interval is not None for row in rows)
+    has_graphs = any(row.graph_lengths for row in rows)
     ends_head = ["80 %"] * has_ends
     head = (
         "prompt",
@@ -439,6 +464,7 @@ def _print(model: str, rows: Sequence[Simulation]) -> None:
         "npu busy",
         "cpu busy",
         "overlap",
+        *(["contexts", "padding"] if has_graphs else []),
         "MB",
         "joules",
     )
@@ -449,8 +475,9 @@ def _print(model: str, rows: Sequence[Simulation]) -> None:
         shares = (f"{share:.1%}" for share in (row.npu_busy, row.cpu_busy, row.overlap))
         joules = "" if row.energy_joules is None else f"{row.energy_joules:.2f}"
         memory = f"{row.peak_memory_bytes / 1e6:.0f}"
-        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
-        table.append((*names, *figures, *shares, memory, joules, _most_idle(row)))
+        names = (str(row.prompt_length), row.chunks_text, row.policy)
+        graphs = (str(row.contexts), "-" if row.padding is None else f"{row.padding:.1%}") if has_graphs else ()
+        table.append((*names, *figures, *shares, *graphs, memory, joules, _most_idle(row)))
     print_table(table, right=[name for name in head if name != "policy"], between=" ")
 
 
@@ -469,7 +496,7 @@ def _print_energy(rows: Sequence[Simulation]) -> None:
     for row in rows:
         total = sum(row.joules.values())
         ends = row.interval.energy_joules if row.interval is not None else None
-        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
+        names = (str(row.prompt_length), row.chunks_text, row.policy)
         between = "" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
         watts = f"{1000 * total / row.time_to_first_token_ms:.2f}"
         table.append((*names, *(f"{row.joules[state]:.2f}" for state in states), f"{total:.2f}", between, watts))
@@ -493,7 +520,7 @@ def _print_sustained(rows: Sequence[Simulation], lasting: Sequence[Sustained]) -
     )
     table: list[Sequence[str]] = [(*head, "throttled")]
     for row, one in zip(rows, lasting, strict=True):
-        names = (str(row.prompt_length), str(row.chunk_length), row.policy)
+        names = (str(row.prompt_length), row.chunks_text, row.policy)
         rates = (f"{one.first_tokens_per_s:.1f}", f"{one.last_tokens_per_s:.1f}", f"{one.tokens_per_s:.1f}")
         figures = (f"{one.watts:.2f}", f"{one.energy_joules:.0f}", f"{one.first_c:.1f}", f"{one.last_c:.1f}")
         throttled = "never" if one.throttled_after_s is None else f"after {one.throttled_after_s:.0f} s"

@@ -18,6 +18,7 @@ from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.trace.file import write_trace
 from chunkrt.simulate import DeviceProfile, MeasuredProfile
 from chunkrt.simulate.arrivals import Load, draw
+from chunkrt.simulate.search import Lengths
 from chunkrt.simulate.serving import Serving, Spread, simulate_serving
 
 
@@ -62,7 +63,7 @@ def simulate_served(
     device: DeviceProfile | MeasuredProfile,
     options: ServingOptions,
     *,
-    chunks: Sequence[int],
+    chunks: Sequence[Lengths],
     policies: Sequence[str],
     scheme: Scheme,
     chunks_in_flight: int | None,
@@ -88,7 +89,8 @@ def simulate_served(
             device,
             load,
             sessions=8 if options.sessions is None else options.sessions,
-            chunk_length=chunk,
+            chunk_length=lengths[-1],
+            graph_lengths=lengths,
             policy=policy,
             scheme=scheme,
             batcher=options.batcher or DEFAULT_BATCHER,
@@ -96,7 +98,7 @@ def simulate_served(
             chunks_in_flight=chunks_in_flight,
             threads=threads,
         )
-        for chunk, policy in product(chunks, policies)
+        for lengths, policy in product(chunks, policies)
     ]
     if trace is not None:
         write_trace(trace, rows[0].records(), f"chunkrt simulate {model}")
@@ -124,7 +126,8 @@ def _print(model: str, options: ServingOptions, load: Load, rows: Sequence[Servi
     )
     if load.num_cut:
         click.echo(f"{load.num_cut} requests were cut to the context length")
-    line = "{:>5}  {:13} {:>9} {:>9} {:>15} {:>15} {:>13} {:>6} {:>7} {:>7}  {}"
+    width = max(5, *(len(row.chunks_text) for row in rows))
+    line = "{:>" + str(width) + "}  {:13} {:>9} {:>9} {:>15} {:>15} {:>13} {:>6} {:>7} {:>7}  {}"
     head = ("chunk", "policy", "prompt/s", "new/s", "ttft ms", "queued ms", "gap ms", "rows", "packed", "padding")
     click.echo(line.format(*head, "busy"))
     for row in rows:
@@ -133,7 +136,7 @@ def _print(model: str, options: ServingOptions, load: Load, rows: Sequence[Servi
         speeds = (f"{row.prompt_tokens_per_s:.1f}", f"{row.generated_tokens_per_s:.1f}")
         times = (_words(row.time_to_first_token_ms), _words(row.queue_ms), _words(row.gap_ms))
         fill = (f"{row.rows_per_chunk:.1f}", f"{row.packed:.1%}", padding)
-        click.echo(line.format(row.chunk_length, row.policy, *speeds, *times, *fill, busy))
+        click.echo(line.format(row.chunks_text, row.policy, *speeds, *times, *fill, busy))
     click.echo(
         "Rates are tokens per second of prompts and of answers; times are the median and the 95th percentile; rows are "
         "the mean number of tokens per chunk."

@@ -15,7 +15,7 @@ import click
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.plots import draw_tuned
 from chunkrt.cli.shared_options import DEFAULT_UNIT, engine_fields, verbose_option
-from chunkrt.cli.simulate import accuracy_of, device_option
+from chunkrt.cli.simulate import accuracy_of, device_option, graph_lengths
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.declaration import number_flag
 from chunkrt.errors import ConfigError, cause_of
@@ -28,6 +28,7 @@ from chunkrt.simulate import MeasuredProfile, find_device
 from chunkrt.simulate.arrivals import CLOSED, MOST_TOKENS, draw
 from chunkrt.simulate.quality import read_quality
 from chunkrt.simulate.search import Objective
+from chunkrt.simulate.simulator import chunk_text, graphs_text
 from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search
 
@@ -68,7 +69,18 @@ NUM_DRAWN = 20
     "--chunk",
     "chunk_lengths",
     group="Search",
-    help="Chunk lengths to search.  [default: 32 to 512, or as profiled]",
+    multiple=True,
+    metavar="TOKENS[,TOKENS...]",
+    help="Chunk length to search, or several lengths of graphs on the NPU, as in 1,8,32; repeat the option to search "
+    "several.  [default: 32 to 512, or as profiled]",
+)
+@option(
+    "--npu-sinks",
+    "npu_sinks",
+    group="Search",
+    type=click.IntRange(min=0),
+    help="Let the longest window of attention on the NPU slide, with this number of first tokens in sight. An "
+    "approximation, whose quality is not searched.  [default: the CPU attends to longer histories]",
 )
 @option(
     "--place",
@@ -140,7 +152,8 @@ def tune(
     device_name: str,
     output: Path,
     prompt_lengths: str,
-    chunk_lengths: str | None,
+    chunk_lengths: tuple[str, ...],
+    npu_sinks: int | None,
     placements: tuple[Path, ...],
     scheme: str | None,
     shadow: str | None,
@@ -172,7 +185,9 @@ def tune(
     budget = None if budget_text is None else _nats(budget_text)
     device = find_device(device_name)
     prompts = _prompts(prompt_lengths)
-    chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
+    chunks: list[int | str] = []
+    for lengths in (graph_lengths("--chunk", text) for text in chunk_lengths):
+        chunks.append(graphs_text(lengths) if len(lengths) > 1 else lengths[0])
     memory_bytes = None if memory is None else read_size("--memory", memory, unit=DEFAULT_UNIT)
     with ShownProgress() as progress:
         tuned = search(
@@ -180,7 +195,8 @@ def tune(
             device_name,
             prompt_lengths=prompts,
             scheme=scheme,
-            chunk_lengths=chunks,
+            chunk_lengths=chunks or None,
+            npu_sinks=npu_sinks,
             placements={str(path): read_placement(path) for path in placements},
             shadow=shadow,
             qualities=[read_quality(path) for path in quality_files],
@@ -200,8 +216,9 @@ def tune(
         raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
     if isinstance(device, MeasuredProfile):
         click.echo(
-            f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "
-            "partition; only policy and chunks in flight were searched",
+            f"{device.name} was measured with scheme {device.scheme}, chunks of "
+            f"{chunk_text(device.chunk_length, device.graph_lengths)} and one partition; only policy and chunks in "
+            "flight were searched",
             err=True,
         )
     for name, reason in tuned.left_out.items():
@@ -353,7 +370,7 @@ def _print_searched(tuned: Tuned) -> None:
                 above = f"{setup.cost(tuned.objective) / each.bound - 1:.1%}"
                 if tuned.queue is not None and setup.p95_ms is None:
                     above = "overloaded"
-                sizes = [str(number) for number in (each.chunk_length, *cut)]
+                sizes = [each.graphs or str(each.chunk_length), *map(str, cut)]
                 names = [str(setup.quantisation["scheme"])] if has_quality else []
                 table.append([*sizes, *figures, above, *names, setup.attention, setup.partition, how])
         _print_table(table, 8)
@@ -397,7 +414,7 @@ def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
         f"{choice.peak_memory_bytes / 1e6:.1f}",
         _joules(choice),
         *([] if choice.mean_kl is None else [f"{choice.mean_kl:.4f}", str(choice.num_shadows)]),
-        str(choice.chunk_length),
+        choice.graphs or str(choice.chunk_length),
         "auto" if choice.chunks_in_flight is None else str(choice.chunks_in_flight),
         *([] if choice.mean_kl is None else [str(choice.quantisation["scheme"])]),
         choice.policy,

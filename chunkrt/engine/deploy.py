@@ -10,16 +10,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.backends.qnn import find_soc
 from chunkrt.backends.qnn.contexts import store_difference
-from chunkrt.engine.capability import plan_by_capability, plan_to_run
+from chunkrt.engine.capability import plan_by_capability
+from chunkrt.engine.compile_workers import Contexts, Job, compile_in_workers
 from chunkrt.engine.host import HOST_FILES, HostTarget, check_host, write_host
-from chunkrt.engine.model_options import choose_context_length, usual_chunk_length
+from chunkrt.engine.model_options import choose_context_length, usual_chunk_length, warn_of_equal_graphs
 from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder, options_placement, plan_model
@@ -28,7 +30,6 @@ from chunkrt.engine_directory.manifest import (
     CONTEXTS,
     NpuTarget,
     is_engine_directory,
-    open_weights,
     read_manifest,
     write_manifest,
 )
@@ -78,30 +79,36 @@ def compile_engine(
     manifest = read_manifest(engine)
     if socs:
         options = as_compiled(options, manifest)
-    plan = plan_to_run(engine, manifest, options)
-    scheme = manifest.scheme
+    opened = Contexts(engine, options)
+    plan, weights, scheme, context_length = opened.plan, opened.weights, opened.scheme, opened.context_length
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
+    if socs:
+        warn_of_equal_graphs(chunk_lengths, scheme)
     compiled: Compiled = {}
     hosts: list[HostTarget] = []
     npu_attention: dict[str, str | int] = {}
-    context_length = choose_context_length(plan, options)
-    plan = plan.within(context_length)
-    weights = open_weights(engine).with_tables(plan)
+    plans = opened.plans if targets else {context_length: plan}
+    longest = plans[context_length]
+    if longest is not plan or len(plans) > 1:
+        npu_attention = compiled_attention(options, context_length)
+    if for_host:
+        check_host(longest, context_length)
+    on_npu = [(reach, s.name) for reach, of in plans.items() for s in of.subgraphs if s.device == "npu"]
+    jobs = {
+        (soc, length): [Job(soc=soc.name, chunk_length=length, reach=reach, subgraph=name) for reach, name in on_npu]
+        for soc, length in targets
+    }
+    compile_in_workers(
+        opened, [job for of_target in jobs.values() for job in of_target], partial(progress, "compiling for the NPU")
+    )
     for soc, chunk_length in targets:
-        backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
-        plans = npu_plans(plan, manifest.placement, options, context_length)
-        longest = plans[context_length]
-        if longest is not plan or len(plans) > 1:
-            npu_attention = compiled_attention(options, context_length)
-        if for_host:
-            check_host(longest, context_length)
-        subgraphs = [(reach, s, of) for reach, of in plans.items() for s in of.subgraphs if s.device == "npu"]
-        target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
+        library = opened.backend(soc.name).htp.version
+        target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=library)
         contexts = compiled[target] = {}
-        for done, (reach, subgraph, of) in enumerate(subgraphs):
-            progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
-            contexts[reach, subgraph.name] = backend.prepare(subgraph, of, chunk_length, scheme, weights).parent
+        for done, job in enumerate(jobs[soc, chunk_length]):
+            progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(on_npu))
+            contexts[job.reach, job.subgraph] = opened.prepare(job)
         if for_host:
             of_longest = {name: path for (reach, name), path in contexts.items() if reach == context_length}
             hosts.append(HostTarget(target=target, plan=longest, contexts=of_longest))

@@ -13,7 +13,7 @@ from chunkrt.backends.dispatch import IN_NUMPY, Dispatcher
 from chunkrt.backends.fallback import NpuHealth, guarded
 from chunkrt.backends.registry import NATIVE
 from chunkrt.engine.model_options import choose_context_length
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import check_decode, near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.cache import Exactness
 from chunkrt.engine_directory.store import WeightStore
@@ -162,6 +162,7 @@ class ExecutorBuilder:
                 raise ConfigError("`attention='npu'` is not supported with several ranks; omit it")
             dispatcher = self.dispatcher.for_plan(near.plan)
             self._check_whole(near.plan)
+            check_decode(near.plan, self.options)
             own = {
                 s.name: on_cpu.get(s.name) or dispatcher.compile(s, self.cpu_backend, self.chunk_length, self.weights)
                 for s in near.plan.subgraphs

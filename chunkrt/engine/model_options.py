@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from chunkrt.backends import Backend
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import Dispatcher, Runner
 from chunkrt.backends.native.cpu import fastest_attention
+from chunkrt.backends.qnn.htp_support import ROWS_MULTIPLE, graph_rows
 from chunkrt.engine.options import CPU_CHUNK_LENGTH, DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
@@ -64,6 +66,26 @@ def compiled_chunk_length(manifest: Manifest) -> int:
 def graph_lengths(options: EngineOptions, manifest: Manifest) -> tuple[int, ...]:
     """Return the chunk lengths for which graphs on the NPU exist: the given ones, or those of the engine directory."""
     return options.chunk_lengths or tuple(sorted({target.chunk_length for target in manifest.npu}))
+
+
+def warn_of_equal_graphs(lengths: Sequence[int], scheme: Scheme) -> None:
+    """Warn if requested chunk lengths share a graph on the NPU, because activations have 8 bits."""
+    sharing = defaultdict[int, list[int]](list)
+    for length in lengths:
+        sharing[graph_rows(length, scheme)].append(length)
+    shared = [
+        f"chunks of {', '.join(map(str, of_graph))} tokens share a graph of {rows} rows"
+        for rows, of_graph in sharing.items()
+        if len(of_graph) > 1
+    ]
+    if scheme.activation_bits == 8 and shared:
+        log.warning(
+            "with 8-bit activations (%s) graphs on the NPU have multiples of %d rows: %s; smaller graphs need a scheme "
+            "with 16-bit activations",
+            scheme.name,
+            ROWS_MULTIPLE,
+            "; ".join(shared),
+        )
 
 
 def usual_chunk_length(lengths: Collection[int]) -> int:

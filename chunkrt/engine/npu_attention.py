@@ -13,7 +13,13 @@ from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, placed_by_name
 from chunkrt.graph.plan import Plan, Subgraph, reads_shared_cache
-from chunkrt.graph.static_attention import attention_nodes, convolution_nodes, num_layers, with_static_attention
+from chunkrt.graph.static_attention import (
+    attention_nodes,
+    convolution_nodes,
+    kept_slots,
+    num_layers,
+    with_static_attention,
+)
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +93,19 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
         near = with_static_attention(plan, convolutions, slots, fits=fits)
         found.append(_NearPlan(reach=context_length, plan=near))
     return found
+
+
+def check_decode(plan: Plan, options: EngineOptions) -> None:
+    """Raise ConfigError if the CPU decodes, although the windows of a plan with attention on the NPU slide. The CPU
+    sees all positions, so the text would depend on the processor.
+    """
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    slides = any(kept_slots(node) is not None and not node.attributes["window"] for node in nodes)
+    if slides and options.decodes_on != "npu":
+        raise ConfigError(
+            f"with `npu_sinks={options.npu_sinks}` prompts on the NPU see {options.npu_windows[-1]} positions, but "
+            "tokens that the CPU decodes would see all; choose `decode_on='npu'`, or omit `npu_sinks`"
+        )
 
 
 def near_by_reach(plan: Plan, placement: Placement, options: EngineOptions, context_length: int) -> dict[int, Plan]:

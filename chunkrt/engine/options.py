@@ -87,7 +87,7 @@ def _placement(name: str, value: Any) -> Any:
     return check_placement(value, name)
 
 
-def _lengths(value: object) -> tuple[int, ...]:
+def lengths_of(value: object) -> tuple[int, ...]:
     """Parse different positive whole numbers separated by commas, and return them sorted. Return an empty tuple if the
     value has another form.
     """
@@ -288,7 +288,10 @@ class EngineOptions:
         "with the smallest graph that holds them.  [default: 32 with an NPU, else 128; for an engine directory 32 if "
         "it was compiled, else the longest compiled length, with the graphs of all shorter ones]",
         group="Execution",
-        must=(lambda value: bool(_lengths(value)), "numbers of tokens, at least 1, with commas between, as in 1,8,32"),
+        must=(
+            lambda value: bool(lengths_of(value)),
+            "numbers of tokens, at least 1, with commas between, as in 1,8,32",
+        ),
         is_planned=True,
     )
     policy: str | Policy = declared_option(
@@ -435,7 +438,7 @@ class EngineOptions:
         group="Devices",
         default=DEFAULT_NPU_WINDOW,
         must=(
-            lambda value: bool(_lengths(value)),
+            lambda value: bool(lengths_of(value)),
             "numbers of tokens, at least 1, with commas between, as in 512,2048",
         ),
         is_planned=True,
@@ -453,7 +456,8 @@ class EngineOptions:
     npu_sinks: int | None = declared_option(
         "--npu-sinks",
         "When the history exceeds the longest --npu-window of W tokens, attention on the NPU sees this number of first "
-        "tokens and the last ones up to W. An approximation.  [default: the CPU attends to longer histories]",
+        "tokens and the last ones up to W. An approximation, which needs --decode-on npu.  [default: the CPU attends "
+        "to longer histories]",
         group="Devices",
         must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
         is_planned=True,
@@ -608,12 +612,12 @@ class EngineOptions:
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
         """Lengths of `chunk_length` in tokens, shortest first; empty if none is given."""
-        return _lengths(self.chunk_length)
+        return lengths_of(self.chunk_length)
 
     @property
     def npu_windows(self) -> tuple[int, ...]:
         """Windows of `npu_window` in tokens, shortest first."""
-        return _lengths(self.npu_window)
+        return lengths_of(self.npu_window)
 
     @property
     def graph_layers(self) -> int | None:

@@ -14,7 +14,7 @@ from chunkrt.backends.qnn import CompiledFor, QnnBackend, Soc, find_soc, has_npu
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
-from chunkrt.engine.model_options import graph_lengths, with_cached_keys
+from chunkrt.engine.model_options import graph_lengths, warn_of_equal_graphs, with_cached_keys
 from chunkrt.engine.npu_attention import changed_options
 from chunkrt.engine.options import NPU_CHOICES, EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
@@ -218,6 +218,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
             raise
         log.warning("%s; the CPU serves as the NPU", error)
         return None
+    warn_of_equal_graphs(options.chunk_lengths, manifest.scheme)
     compiled = folder / CONTEXTS
     origin = None
     if manifest.npu:

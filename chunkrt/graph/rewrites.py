@@ -80,8 +80,29 @@ def without_key_biases(plan: Plan) -> Plan:
 
 
 def has_key_biases(plan: Plan) -> bool:
-    """Return whether keys have biases that `without_key_biases` can remove."""
-    return bool(_key_biases(plan))
+    """Return whether biases take part in the keys of some attention, also those that `without_key_biases` cannot
+    remove: biases of a latent from which keys are made, or in front of a norm of heads.
+    """
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    makers = {name: node for node in nodes for name in node.outputs}
+    return any(_has_bias(n, plan, makers) for n in nodes if n.op in ATTENTION_OPS and not reads_shared_cache(n))
+
+
+def _has_bias(attention: Node, plan: Plan, makers: Mapping[str, Node]) -> bool:
+    """Return whether a weight is added to a row within the module of an attention node, up to the node."""
+    module = f"{attention.name.rpartition('.')[0]}."
+    seen: set[str] = set()
+    waiting = [attention.inputs[0]]
+    while waiting:
+        node = makers.get(waiting.pop())
+        if node is None or node.name in seen or not node.name.startswith(module):
+            continue
+        seen.add(node.name)
+        added = node.inputs if node.op == "Add" else node.inputs[2:] if node.op == "LayerNormalization" else ()
+        if any(name and plan.tensors[name].kind == "weight" for name in added):
+            return True
+        waiting += filter(None, node.inputs)
+    return False
 
 
 def _key_biases(plan: Plan) -> dict[str, str]:

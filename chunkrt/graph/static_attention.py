@@ -68,7 +68,8 @@ def with_static_attention(
     Args:
         plan: a plan whose attention is in separate subgraphs on the CPU, alone or with norms of heads.
         nodes: the names of nodes that become static: attention over caches, and convolutions.
-        slots: number of slots by symbol, "P" for caches and "W" for rings; convolutions need none.
+        slots: number of slots by symbol, "P" for caches and "W" for rings; convolutions need none. If `kept` is given,
+            a layer with a window above "P" has the slots of a ring.
         fits: returns whether a subgraph is small enough to be one graph on the NPU.
         kept: number of first positions that attention keeps in sight when the history exceeds the slots "P"; None if
             the plan does not run with longer histories.
@@ -172,7 +173,10 @@ def _static(
         symbol = str(plan.tensors[node.inputs[5]].shape[1])
         attributes = {**node.attributes, PAST_SLOTS: slots[symbol]}
         if symbol == "P" and kept is not None:
-            attributes[KEPT_SLOTS] = 0 if node.attributes["window"] else kept
+            window = int(str(node.attributes["window"]))
+            attributes[KEPT_SLOTS] = 0 if window else kept
+            if window > slots[symbol]:  # the layer sees its complete window, in as many slots as a ring has
+                attributes[PAST_SLOTS] = slots["W"]
         return replace(node, attributes=attributes)
 
     return replace(subgraph, device="npu", nodes=tuple(map(static, subgraph.nodes)))

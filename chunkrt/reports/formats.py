@@ -223,6 +223,7 @@ class _Predicted(msgspec.Struct, kw_only=True):
     peak_memory_bytes: Count
     energy_joules: Figure | None
     origin: Literal["predicted"] = "predicted"
+    graph_lengths: list[Count] = []
 
     def result(self, source: str, partition: str = "") -> Result:
         """Return the prediction in common terms."""
@@ -251,18 +252,27 @@ class _GridRow(_Predicted, kw_only=True):
     placement_name: str
     placement: dict[str, str]
     attention: str
+    graphs: str = ""
 
 
-def _partition(name: str, placement: Mapping[str, Any], attention: str) -> str:
-    """Return a name such as "natural, attention npu"."""
-    found = name or placement_text(placement) or "natural"
-    return found if attention == "cpu" else f"{found}, attention {attention}"
+def _partition(name: str, placement: Mapping[str, Any], attention: str, graphs: str) -> str:
+    """Return a name such as "natural, attention npu, graphs of 1,8,32"."""
+    parts = [name or placement_text(placement) or "natural"]
+    if attention != "cpu":
+        parts.append(f"attention {attention}")
+    return ", ".join([*parts, *_graphs(graphs)])
+
+
+def _graphs(graphs: str) -> list[str]:
+    return [f"graphs of {graphs}"] if graphs else []
 
 
 def experiment(data: Any, name: str) -> Source:
     """Return the rows of an experiment, as dictionaries, in common terms."""
     rows = _convert(data if isinstance(data, list) else [data], list[_GridRow])
-    results = [row.result(name, _partition(row.placement_name, row.placement, row.attention)) for row in rows]
+    results = [
+        row.result(name, _partition(row.placement_name, row.placement, row.attention, row.graphs)) for row in rows
+    ]
     return source_with(name, "experiment", (r.model for r in rows), (r.origin for r in rows), results=results)
 
 
@@ -297,7 +307,7 @@ def simulations(data: Any, name: str) -> Source:
         for processor, shares in row.processors.items()
     ]
     table = Table(caption="Causes of idle time, in percent of each processor's time", columns=columns, rows=lines)
-    results = [row.result(name) for row in rows]
+    results = [row.result(name, *_graphs(",".join(map(str, row.graph_lengths)))) for row in rows]
     return source_with(
         name,
         "simulate",
@@ -375,6 +385,7 @@ class _Choice(msgspec.Struct, kw_only=True):
     peak_memory_bytes: Count
     energy_joules: Figure | None
     quantisation: dict[str, Any] = {}
+    graphs: str = ""
 
 
 class _Tuned(msgspec.Struct, kw_only=True):
@@ -401,7 +412,7 @@ def _tuned(data: Any, name: str) -> Source:
             model=tuned.model,
             place=tuned.device + several,
             scheme=str(choice.quantisation.get("scheme", tuned.scheme)),
-            partition=_partition(choice.partition, {}, choice.attention),
+            partition=_partition(choice.partition, {}, choice.attention, choice.graphs),
             prompt_length=length,
             chunk_length=choice.chunk_length,
             policy=choice.policy,

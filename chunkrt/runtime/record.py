@@ -43,6 +43,13 @@ class Stage(NamedTuple):
         return self.work in ("attention", "layers")
 
 
+def smallest_graph(num_rows: int, graph_lengths: Sequence[int], chunk_length: int) -> int:
+    """Return the number of rows of the smallest graph that holds a number of rows. `graph_lengths` are in order, and
+    empty if there is one graph, for the chunk length.
+    """
+    return next((length for length in graph_lengths if num_rows <= length), chunk_length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """Description of a pipeline, shared by the records of one executor's runs.
@@ -67,7 +74,7 @@ class Pipeline:
 
     def rows_on_npu(self, num_tokens: int) -> int:
         """Return the number of rows that the NPU computes for a chunk with a number of tokens, including padding."""
-        return next((length for length in self.graph_lengths if num_tokens <= length), self.chunk_length)
+        return smallest_graph(num_tokens, self.graph_lengths, self.chunk_length)
 
     def __repr__(self) -> str:
         """Return the number of stages, with the processors, the policy and the slots."""

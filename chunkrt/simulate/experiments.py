@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -41,7 +42,7 @@ from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.npu_attention import near_by_reach
-from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.options import DEFAULT_NPU_WINDOW, EngineOptions, lengths_of
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
 from chunkrt.engine_directory.weights import check_shadowed
@@ -59,11 +60,11 @@ from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask
 from chunkrt.simulate.models import is_weightless, plan_weightless
-from chunkrt.simulate.simulator import known_scheme
+from chunkrt.simulate.simulator import graphs_text, known_scheme
 
 T = TypeVar("T")
 
-ROWS_FORMAT = 2
+ROWS_FORMAT = 3
 """Version of the file of rows, raised when rows have other fields or simulations other results."""
 
 POINTS_OF_A_WORKER = 100
@@ -79,6 +80,7 @@ class GridRow:
         scheme: name of the scheme as in the call.
         placement_name: name of the placement, if `experiment` was called with names; otherwise its text.
         attention: processor of attention, as in the call.
+        graphs: lengths of the NPU's graphs if there are several, such as "1,8,32"; otherwise empty.
         chunks_in_flight: the simulated number, which is at most the number of chunks of the prompt.
         energy_joules: None if the profile has no power figures.
         origin: source of the figures, which distinguishes these rows from those of `chunkrt bench`.
@@ -92,6 +94,7 @@ class GridRow:
     attention: str
     prompt_length: int
     chunk_length: int
+    graphs: str
     policy: str
     chunks_in_flight: int
     time_to_first_token_ms: float
@@ -222,7 +225,7 @@ class Rows(list[GridRow]):
         return f"Rows({len(self)} rows, at most {fastest:.1f} tokens/s)"
 
     def _repr_html_(self) -> str:
-        shown = ("model", "device", "placement_name", "scheme", "attention", "prompt_length", "chunk_length", "policy")
+        shown = ("model", *CHOICES)
         figures = ("time_to_first_token_ms", "tokens_per_s")
         lines = [
             [
@@ -235,7 +238,7 @@ class Rows(list[GridRow]):
         return html_table("simulated prefill", (*shown, *figures, "npu_busy"), lines)
 
 
-CHOICES = ("device", "placement_name", "scheme", "attention", "prompt_length", "chunk_length", "policy")
+CHOICES = ("device", "placement_name", "scheme", "attention", "prompt_length", "chunk_length", "graphs", "policy")
 """Fields of `GridRow` that distinguish the lines of a picture. If these do not suffice, the chunks in flight do too."""
 HIGHER_IS_BETTER = ("tokens_per_s", "npu_busy", "cpu_busy", "overlap")
 
@@ -258,6 +261,8 @@ def _is_exceeded(point: tuple[float, ...], others: Iterable[tuple[float, ...]]) 
 def _label(choice: str, value: object) -> str:
     if choice in ("device", "scheme", "policy", "placement_name"):
         return str(value) or "natural"
+    if choice == "graphs":
+        return f"graphs of {value}" if value else "one graph"
     short = {"prompt_length": "prompt", "chunk_length": "chunk", "chunks_in_flight": "in flight"}
     return f"{short.get(choice, choice)} {value}"
 
@@ -415,16 +420,16 @@ def _read_rows(path: Path) -> tuple[dict[str, GridRow], int]:
         raise ConfigError(f"{path} is not a file of rows of an experiment; name another file") from error
 
 
-_Point = tuple[int, int, str, str, int, int, str, int | None]
-"""Coordinates of a point: device, placement, scheme, attention, prompt length, chunk length, policy, chunks in
-flight."""
+_Point = tuple[int, int, str, str, int, tuple[int, ...], str, int | None]
+"""Coordinates of a point: device, placement, scheme, attention, prompt length, lengths of graphs (the last is that of
+chunks), policy, chunks in flight."""
 
 
 def experiment(
     model: str | os.PathLike[str] | Shape,
     *,
     devices: Iterable[str | os.PathLike[str] | DeviceProfile | MeasuredProfile],
-    chunk_lengths: Iterable[int],
+    chunk_lengths: Iterable[int | str],
     policies: Iterable[str | Policy],
     schemes: Iterable[str],
     prompt_lengths: Iterable[int],
@@ -443,7 +448,8 @@ def experiment(
         model: a shape, its name or its TOML file; a config.json without weights; otherwise a catalogue name, a GGUF
             file, a Hugging Face folder, or an engine directory.
         devices: profiles, or names and files of profiles.
-        chunk_lengths: numbers of tokens, 1 to the model's context.
+        chunk_lengths: numbers of tokens, 1 to the model's context; or texts such as "1,8,32" for several graphs on the
+            NPU, as in `chunkrt.load`.
         policies: policies, or their names. Worker processes need policies that can be pickled.
         schemes: names of schemes.
         prompt_lengths: numbers of tokens, 1 to the model's context.
@@ -451,7 +457,8 @@ def experiment(
             "layers=0,15" for layers on the NPU; as a list or by names. By default every module is on its default
             device.
         attentions: processor of attention over caches: "cpu"; "npu", for chunks with at most the default window's
-            tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048".
+            tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048". With ":sinks=N" after them,
+            the longest window slides, as with `npu_sinks` of `chunkrt.load`.
         shadow: patterns of 8-bit linears with shadows, separated by commas, or "all", as in `chunkrt.load`; the schemes
             have to be static with 8-bit activations.
         chunks_in_flight: 1 to 256; None for the executor's default.
@@ -499,7 +506,7 @@ def experiment(
     plans = plans_of(model, found_placements, report, next(iter(found_schemes.values())))
     context = plans[0].context_length
     prompts = [_whole("prompt_lengths", length, context) for length in prompts]
-    chunks = [_whole("chunk_lengths", length, context) for length in chunks]
+    lengths = [_graph_lengths(entry, context) for entry in chunks]
     label = model.source if isinstance(model, Shape) else os.fspath(model)
     grid = _Grid(
         model=label,
@@ -517,7 +524,7 @@ def experiment(
         },
     )
     places = range(len(found_devices)), range(len(plans))
-    of_grid = list(map(_simulated, product(*places, found_schemes, modes, prompts, chunks, found_policies, flights)))
+    of_grid = list(map(_simulated, product(*places, found_schemes, modes, prompts, lengths, found_policies, flights)))
     points = list(dict.fromkeys(of_grid))
     found: dict[_Point, GridRow] = {}
     with ExitStack() as stack:
@@ -559,9 +566,9 @@ def placement_text(placement: Placement) -> str:
 
 def _simulated(point: _Point) -> _Point:
     """Return the equivalent point whose chunks in flight do not exceed the prompt's chunks."""
-    *others, prompt_length, chunk_length, policy, chunks_in_flight = point
-    chunks_in_flight = chunks_in_flight and min(chunks_in_flight, -(-prompt_length // chunk_length))
-    return (*others, prompt_length, chunk_length, policy, chunks_in_flight)  # type: ignore[return-value]
+    *others, prompt_length, lengths, policy, chunks_in_flight = point
+    chunks_in_flight = chunks_in_flight and min(chunks_in_flight, -(-prompt_length // lengths[-1]))
+    return (*others, prompt_length, lengths, policy, chunks_in_flight)  # type: ignore[return-value]
 
 
 def _run_on(workers: int, grid: _Grid, points: list[_Point], keep: Callable[[_Point, GridRow], None]) -> None:
@@ -624,18 +631,19 @@ def _row_of_worker(point: _Point) -> GridRow:
 
 
 def _row(grid: _Grid, point: _Point) -> GridRow:
-    device, placement, scheme, attention, prompt_length, chunk_length, policy, chunks_in_flight = point
+    device, placement, scheme, attention, prompt_length, lengths, policy, chunks_in_flight = point
     simulation = simulate(
         grid.plans[placement],
         grid.devices[device],
         prompt_length=prompt_length,
-        chunk_length=chunk_length,
+        chunk_length=lengths[-1],
+        graph_lengths=lengths,
         policy=grid.policies[policy],
         scheme=grid.schemes[scheme],
         near=grid.near.get((placement, attention), {}),
         chunks_in_flight=chunks_in_flight,
     )
-    own = grid.labels(point) | {"origin": "predicted"}
+    own = grid.labels(point) | {"graphs": graphs_text(simulation.graph_lengths), "origin": "predicted"}
     return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})
 
 
@@ -651,12 +659,25 @@ def near_plans_of(plan: Plan, placement: Placement, attention: str) -> Mapping[i
 
 def attention_options(attention: str) -> EngineOptions:
     """Return the engine's options of one entry of `attentions`. Raise ConfigError if the entry is unknown."""
-    processor, _, windows = str(attention).partition(":")
-    if processor not in ("cpu", "npu") or (windows and processor == "cpu"):
-        raise ConfigError(f"attentions: {attention!r}, expected 'cpu', 'npu', or 'npu:WINDOWS' as in 'npu:512,2048'")
-    if processor == "cpu":
+    if attention == "cpu":
         return EngineOptions()
-    return EngineOptions(npu="qnn", attention="npu", **({"npu_window": windows} if windows else {}))  # type: ignore[arg-type]
+    if not (found := _ON_NPU.fullmatch(str(attention))):
+        raise ConfigError(
+            f"attentions: {attention!r}, expected 'cpu', 'npu', or 'npu:WINDOWS' as in 'npu:512,2048', also with sinks "
+            "as in 'npu:512:sinks=4'"
+        )
+    windows, sinks = found["windows"], found["sinks"]
+    return EngineOptions(
+        npu="qnn",
+        attention="npu",
+        npu_window=windows or DEFAULT_NPU_WINDOW,
+        npu_sinks=None if sinks is None else int(sinks),
+    )
+
+
+_ON_NPU = re.compile(r"npu(:(?P<windows>(?!sinks)[^:]*))?(:sinks=(?P<sinks>[0-9]{1,18}))?")
+"""Form of attention on the NPU: "npu", with windows after a colon, and with the number of first tokens that stay in
+sight when the longest window slides."""
 
 
 def is_compiled(model: str | os.PathLike[str] | Shape) -> TypeGuard[str | os.PathLike[str]]:
@@ -777,6 +798,18 @@ def _device(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfile) ->
 def _device_name(device: str | os.PathLike[str] | DeviceProfile | MeasuredProfile) -> str:
     """Return the name that the caller gave; for a profile its own name."""
     return os.fspath(device) if isinstance(device, str | os.PathLike) else getattr(device, "name", "")
+
+
+def _graph_lengths(entry: Any, context: int) -> tuple[int, ...]:
+    """Return the lengths of an entry of `chunk_lengths`, shortest first: a number, or numbers as text."""
+    if not isinstance(entry, str):
+        return (_whole("chunk_lengths", entry, context),)
+    lengths = lengths_of(entry)
+    if not lengths or lengths[-1] > context:
+        raise ConfigError(
+            f"chunk_lengths: {entry!r}, expected numbers of 1 to {context}, the model's context, with commas between"
+        )
+    return lengths
 
 
 def _whole(name: str, value: Any, most: int | None = None, limit: str = ", the model's context") -> int:

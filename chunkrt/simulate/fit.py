@@ -9,14 +9,14 @@ memory and the CPU's data: caches, the chunks in flight, and the CPU's copy of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from math import prod
 from typing import Any
 
 from chunkrt.backends.qnn.executable import NUM_PLACES
-from chunkrt.backends.qnn.htp_support import npu_support
+from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
@@ -29,6 +29,7 @@ from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import processors_for
+from chunkrt.simulate.simulator import chunk_text, graphs_of
 
 MOST_SESSIONS = 4
 """Number of NPU sessions of a process, as published by others; an emulator has no such limit."""
@@ -60,9 +61,10 @@ exceeds VTCM is spilled. The numbers were fitted to the same contexts and to chu
 
 @dataclass(frozen=True, kw_only=True)
 class ContextFit:
-    """One NPU subgraph, in bytes.
+    """One graph of an NPU subgraph, in bytes.
 
     Attributes:
+        rows: number of rows of the graph.
         weight_bytes: weights of its linears on the NPU; a 4-bit linear takes half a byte per weight and a byte per
             block.
         context_bytes: estimate of the compiled context, including these weights.
@@ -71,6 +73,7 @@ class ContextFit:
     """
 
     name: str
+    rows: int
     weight_bytes: int
     context_bytes: int
     spill_bytes: int
@@ -87,7 +90,9 @@ class Fit:
     """Memory that a model takes on a device, and the device's memory, in bytes.
 
     Attributes:
-        sessions: for each NPU session, the names of its subgraphs.
+        graph_lengths: chunk lengths of the NPU's graphs, if there are several; every graph is a context with its own
+            weights and buffers. Empty if there is one graph, for the chunk length.
+        sessions: for each NPU session, the names of its contexts.
         cache_bytes: keys and values of one conversation, in float16, and its recurrent state, in float32.
         chunk_bytes: values of the chunks in flight, in prompts and in decode.
         cpu_weight_bytes: the mapped file of weights.
@@ -96,6 +101,7 @@ class Fit:
     soc: Soc = field(repr=False)
     scheme: str
     chunk_length: int
+    graph_lengths: tuple[int, ...]
     context_length: int
     contexts: tuple[ContextFit, ...] = field(repr=False)
     sessions: tuple[tuple[str, ...], ...] = field(repr=False)
@@ -157,11 +163,14 @@ def fit_plan(
     chunk_length: int,
     context_length: int,
     ram_bytes: int,
+    graph_lengths: Collection[int] = (),
     options: EngineOptions | None = None,
 ) -> Fit:
     """Add up the memory of a plan on a device under a static scheme.
 
     Args:
+        graph_lengths: chunk lengths for which the NPU has graphs, in addition to `chunk_length`. Lengths whose graphs
+            have the same number of rows share a context.
         chunk_length, context_length: at least 1, at most the plan's context.
         ram_bytes: RAM of the device.
         options: attention on the NPU, its windows, and the storage of weights.
@@ -171,11 +180,20 @@ def fit_plan(
     """
     options, plan = options or EngineOptions(npu="qnn"), plan.within(context_length)
     plans = npu_plans(plan, {}, options, context_length)
+    graphs = graphs_of(graph_lengths, chunk_length, scheme)
     contexts = [
-        _context(subgraph, f" of {reach}" * (of is not plan), of, scheme, soc, chunk_length)
+        _context(
+            subgraph,
+            f" of {reach}" * (of is not plan) + f", {graph_rows(length, scheme)} rows" * bool(graphs),
+            of,
+            scheme,
+            soc,
+            graph_rows(length, scheme),
+        )
         for reach, of in plans.items()
         for subgraph in of.subgraphs
         if subgraph.device == "npu"
+        for length in graphs or (chunk_length,)
     ]
     on_npu = {name for s in plan.subgraphs if s.device == "npu" for name in s.weights}
     kept = {n: b for n, b in weight_bytes(plan, scheme).items() if options.weights == "both" or n not in on_npu}
@@ -186,6 +204,7 @@ def fit_plan(
         soc=soc,
         scheme=scheme.name,
         chunk_length=chunk_length,
+        graph_lengths=graphs,
         context_length=context_length,
         contexts=tuple(contexts),
         sessions=tuple(_share_sessions(contexts, soc.npu_window_bytes)),
@@ -201,25 +220,27 @@ def find_remedy(
 ) -> str:
     """Return command line options under which a model that does not fit would fit; empty if none are found.
 
-    Options are tried in this order: shorter chunks, a shorter context, 4-bit weights.
+    Options are tried in this order: one graph in place of several, shorter chunks, a shorter context, 4-bit weights.
 
     Args:
         scheme: the scheme given to `fit`.
         is_compiled: the scheme is that of an engine directory, so another one requires compiling the checkpoint again.
         options: those given to `fit`.
     """
-    chunk_lengths = sorted({fit.chunk_length, min(fit.chunk_length, DEFAULT_CHUNK_LENGTH)}, reverse=True)
+    shorter = min(fit.chunk_length, DEFAULT_CHUNK_LENGTH)
+    lengths = list(dict.fromkeys([fit.graph_lengths or (fit.chunk_length,), (fit.chunk_length,), (shorter,)]))
     context_lengths = [fit.context_length]
     while context_lengths[-1] // 2 >= max(SHORTEST_CONTEXT, fit.chunk_length):
         context_lengths.append(context_lengths[-1] // 2)
     schemes = (scheme, find_scheme(SMALLEST_SCHEME))
-    for tried, context_length, chunk_length in product(schemes, context_lengths, chunk_lengths):
+    for tried, context_length, graphs in product(schemes, context_lengths, lengths):
         try:
             found = fit_plan(
                 plan,
                 tried,
                 fit.soc,
-                chunk_length=chunk_length,
+                chunk_length=graphs[-1],
+                graph_lengths=graphs,
                 context_length=context_length,
                 ram_bytes=fit.ram_bytes,
                 options=options,
@@ -229,7 +250,7 @@ def find_remedy(
         if not found.problems:
             changes = [
                 f"--scheme {tried.name}" if tried != scheme else "",
-                f"--chunk {chunk_length}" if chunk_length != fit.chunk_length else "",
+                f"--chunk {chunk_text(graphs[-1], graphs)}" if graphs != lengths[0] else "",
                 f"--context {context_length}" if context_length != fit.context_length else "",
             ]
             remedy = " ".join(filter(None, changes))
@@ -237,7 +258,7 @@ def find_remedy(
     return ""
 
 
-def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: Soc, chunk_length: int) -> ContextFit:
+def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: Soc, rows: int) -> ContextFit:
     if not (support := npu_support(subgraph, plan, scheme)):
         raise PartitionError(f"the NPU cannot run {subgraph.name}: node {support.node!r}: {support.reason}")
     linears = sorted(linear_weights(plan) & set(subgraph.weights))
@@ -246,25 +267,25 @@ def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: S
     num_bytes = sum(_npu_weight_bytes(shape[0], shape[1], b) for shape, b in zip(shapes, bits, strict=True))
     num_columns = sum(shape[1] for shape in shapes)
     num_limits = sum(s[1] for name, s in zip(linears, shapes, strict=True) if scheme.has_column_grids(name))
-    limit_bytes = FLOAT16_BYTES * max(chunk_length, LEAST_ROWS) * num_limits
+    limit_bytes = FLOAT16_BYTES * max(rows, LEAST_ROWS) * num_limits
     made = (plan.tensors[name] for node in subgraph.nodes for name in node.outputs)
-    rows = {"T": chunk_length, "R": chunk_length}
     scores = (
-        int(str(n.attributes["num_heads"])) * (static_slots(n) + chunk_length)
+        int(str(n.attributes["num_heads"])) * (static_slots(n) + rows)
         for n in subgraph.nodes
         if static_slots(n) and n.op in ATTENTION_OPS
     )
-    widest = max(prod(resolve(tensor.shape, rows)) for tensor in made)
-    widest_bytes = FLOAT16_BYTES * max(widest, chunk_length * max(scores, default=0))
+    widest = max(prod(resolve(tensor.shape, {"T": rows, "R": rows})) for tensor in made)
+    widest_bytes = FLOAT16_BYTES * max(widest, rows * max(scores, default=0))
     activation_bits = min((scheme.activation_bits_of(name) for name in linears), default=16)
     return ContextFit(
         name=subgraph.name + suffix,
+        rows=rows,
         weight_bytes=num_bytes,
         context_bytes=num_bytes + CONTEXT_OVERHEAD_BYTES + CONTEXT_COLUMN_BYTES * num_columns + limit_bytes,
         spill_bytes=max(0, int(WIDEST_VALUES_HELD[activation_bits] * widest_bytes) - soc.vtcm_bytes),
         edge_bytes=(1 if subgraph.state else NUM_PLACES)
-        * converted_bytes(plan, (*subgraph.inputs, *subgraph.outputs), chunk_length)
-        + FLOAT16_BYTES * sum(window_elements(subgraph, plan, chunk_length)),
+        * converted_bytes(plan, (*subgraph.inputs, *subgraph.outputs), rows)
+        + FLOAT16_BYTES * sum(window_elements(subgraph, plan, rows)),
     )
 
 

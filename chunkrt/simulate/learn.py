@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkrt.graph.operators import attended_pairs
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, decode_plan, twins
-from chunkrt.simulate.work import ChunkWork, cut
+from chunkrt.simulate.work import ChunkWork, cut, measured_rows
 
 SLOWEST = 0.05
 """Lower limit of the speed of a task among others, relative to its speed alone."""
@@ -44,8 +43,8 @@ def learn_budget(
     Args:
         plan: the decoder.
         threads: the thread budget.
-        alone: runs under the policy "sequential", some for a prompt of two or more complete chunks, and some for half a
-            chunk.
+        alone: runs under the policy "sequential", some for a prompt of two or more complete chunks, and some for
+            shorter prompts, such as half a chunk, or with several graphs on the NPU the length of each.
         crowded: runs of the prompt of complete chunks under the policy to be predicted.
         decoded: see `learn_decode`.
     """
@@ -68,8 +67,8 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
     """Return the costs of all representative subgraphs by name; `learn_budget` describes the runs."""
     first = twins(plan)
     whole: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    short: dict[str, list[float]] = defaultdict(list)
-    chunk_length = runs[0].pipeline.chunk_length
+    short: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    chunk_length, graph_lengths = runs[0].pipeline.chunk_length, runs[0].pipeline.graph_lengths
     for record in runs:
         samples: dict[tuple[str, int], list[int]] = defaultdict(list)
         for event in record.events:
@@ -77,7 +76,8 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
             samples[name, event.task.chunk].append(event.end_ns - event.start_ns)
         for (name, chunk), durations in samples.items():
             us = fmean(durations) / 1000
-            (short[name] if record.num_tokens < chunk_length else whole[name][chunk]).append(us)
+            is_short = record.num_tokens < chunk_length
+            (short[name][record.num_tokens] if is_short else whole[name][chunk]).append(us)
     chunks = cut(max(record.num_tokens for record in runs), chunk_length)
     costs = {}
     for subgraph in plan.subgraphs:
@@ -93,9 +93,12 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
             pair_us, base = 0.0, fmean(medians.values())
         row_us = 0.0
         if subgraph.rows == "T" and short[subgraph.name]:
-            half = chunk_length // 2
-            rest = median(short[subgraph.name]) - pair_us * attended_pairs(0, half, subgraph.window)
-            row_us = min(max(0.0, (base - rest) / (chunk_length - half)), base / chunk_length)
+            least = min(short[subgraph.name])
+            shortest = ChunkWork(num_tokens=least, num_rows=1, position=0)
+            rows = measured_rows(plan, subgraph, shortest, graph_lengths)
+            rest = median(short[subgraph.name][least]) - pair_us * shortest.pairs(subgraph.window)
+            if rows < chunk_length:
+                row_us = min(max(0.0, (base - rest) / (chunk_length - rows)), base / chunk_length)
         costs[subgraph.name] = SubgraphCost(
             subgraph=subgraph.name, fixed_us=base - row_us * chunk_length, row_us=row_us, pair_us=pair_us
         )
@@ -194,7 +197,8 @@ def learn_speeds(
             subgraph, chunk = plan.subgraphs[event.task.subgraph], chunks[event.task.chunk]
             name = first[subgraph.name]
             pairs = chunk.pairs(subgraph.window)
-            us = costs[name].fixed_us + costs[name].row_us * chunk.rows(subgraph) + costs[name].pair_us * pairs
+            rows = measured_rows(plan, subgraph, chunk, record.pipeline.graph_lengths)
+            us = costs[name].fixed_us + costs[name].row_us * rows + costs[name].pair_us * pairs
             total = sums[name, 1 + int(times.argmax())]
             total[0] += us - times[0] / 1000
             total[1] += times[1:].sum() / 1000

@@ -67,6 +67,7 @@ class MeasuredProfile:
     """Measurements of one model on one machine.
 
     Attributes:
+        graph_lengths: see `Pipeline.graph_lengths`.
         has_npu: True if an NPU ran the static subgraphs, and the CPU ran the others.
         conditions: machine and date of the measurement.
     """
@@ -78,6 +79,7 @@ class MeasuredProfile:
     has_npu: bool
     conditions: str
     budgets: Mapping[int, ThreadsCost] = field(repr=False)
+    graph_lengths: tuple[int, ...] = ()
 
     def processors(self, threads: int) -> tuple[Processor, ...]:
         """Return the processors under a thread budget."""
@@ -138,7 +140,10 @@ def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
     _check_keys(table, ("name", "measured"), path)
     head = table["measured"]
     kinds = {"model": str, "scheme": str, "chunk_length": int, "has_npu": bool, "conditions": str, "threads": list}
-    _check_keys(head, tuple(kinds), path, "measured.")
+    _check_keys(head, tuple(kinds), path, "measured.", also=("graph_lengths",))
+    graph_lengths = head.get("graph_lengths", [])
+    if type(graph_lengths) is not list or not all(type(length) is int and length > 0 for length in graph_lengths):
+        raise ConfigError(f"{path}: measured.graph_lengths is {graph_lengths!r}, expected numbers of at least 1")
     for key, kind in kinds.items():
         if type(head[key]) is not kind:
             raise ConfigError(f"{path}: measured.{key} is {head[key]!r}, expected {kind.__name__}")
@@ -150,6 +155,7 @@ def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
     return MeasuredProfile(
         name=str(table["name"]),
         budgets={budget.threads: budget for budget in budgets},
+        graph_lengths=tuple(sorted(graph_lengths)),
         **{key: head[key] for key in kinds if key != "threads"},
     )
 
@@ -164,6 +170,7 @@ def write_measured(profile: MeasuredProfile) -> str:
         "[measured]",
         *(f"{key} = {_text(getattr(profile, key))}" for key in ("model", "scheme", "chunk_length", "has_npu")),
         f"conditions = {_text(profile.conditions)}",
+        *([f"graph_lengths = {list(profile.graph_lengths)}"] if profile.graph_lengths else []),
     ]
     for budget in profile.budgets.values():
         lines += ["", "[[measured.threads]]"]
@@ -219,12 +226,13 @@ def _subgraph_cost(entry: Any, path: Path, place: str) -> SubgraphCost:
     )
 
 
-def _check_keys(table: Any, keys: Sequence[str], path: Path, place: str = "") -> None:
+def _check_keys(table: Any, keys: Sequence[str], path: Path, place: str = "", *, also: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a table lacks one of the keys, or has a key that is neither one of them nor of `also`."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{path}: {place.rstrip('.')} is {table!r}, expected a table")
     for key in table:
-        if key not in keys:
-            raise ConfigError(f"{path}: {unknown_name('key', place + key, [place + name for name in keys])}")
+        if key not in (*keys, *also):
+            raise ConfigError(f"{path}: {unknown_name('key', place + key, [place + name for name in (*keys, *also)])}")
     for key in keys:
         if key not in table:
             raise ConfigError(f"{path}: the key {place + key!r} is missing")

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby, product
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -29,6 +29,7 @@ from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import MAIN_SUFFIX, SHADOW_OP, Node, Place, Plan, Rows, Subgraph, read_only_caches
 from chunkrt.graph.static_attention import HEAD_NORM_OP, can_be_static, static_slots
 from chunkrt.quant.scheme import Scheme
+from chunkrt.runtime.record import smallest_graph
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.work import ChunkWork, ModelledWork
 
@@ -479,6 +480,7 @@ class Costs:
         scheme: quantisation of the linears.
         device: costs of operators.
         chunks: chunks of the prompt.
+        graph_lengths: see `Pipeline.graph_lengths`.
         near: a plan with attention on the NPU, whose chunks run one after another.
     """
 
@@ -490,6 +492,7 @@ class Costs:
         *,
         chunk_length: int,
         chunks: Sequence[ChunkWork],
+        graph_lengths: Sequence[int] = (),
         near: Plan | None = None,
     ) -> None:
         self._trellis = trellis
@@ -508,19 +511,27 @@ class Costs:
         of_route = {ALWAYS: chunks, ONCE: [chunk for chunk in chunks if chunk.num_rows]}
         on_path = of_route if near is not None else {ALWAYS: chunks[-1:], ONCE: of_route[ONCE]}
         work = ModelledWork(
-            replace(plan, subgraphs=tuple(subgraphs)), scheme, device, chunk_length=chunk_length, chunks=chunks
+            replace(plan, subgraphs=tuple(subgraphs)),
+            scheme,
+            device,
+            chunk_length=chunk_length,
+            chunks=chunks,
+            graph_lengths=graph_lengths,
         )
         task_ns = {on: 1000 * device.processor_cost(on).task_us for on in PLACES}
-        crossing_ns = []
-        for name in trellis.values:
-            num_bytes = plan.tensors[name].num_bytes(T=chunk_length, R=chunk_length)
-            crossing_ns.append(1000 * device.transfer.fixed_us + num_bytes / device.transfer.gb_per_s)
+        names = [*trellis.values]
+
+        @cache
+        def crossing_ns(which: int, tokens: int, rows: int) -> float:
+            num_bytes = plan.tensors[names[which]].num_bytes(T=tokens, R=rows)
+            return 1000 * device.transfer.fixed_us + num_bytes / device.transfer.gb_per_s
 
         def ns(kind: str, on: Place, which: int, chunk: ChunkWork) -> float:
             if kind == "task":
                 return task_ns[on]
             if kind != "step":
-                return crossing_ns[which]
+                numbers = chunk.num_tokens, chunk.num_rows
+                return crossing_ns(which, *(smallest_graph(n, graph_lengths, chunk_length) for n in numbers))
             alone = work.of(probes[on, which], chunk).ns
             return (
                 work.of(doubled[which], chunk).ns - alone if on == "npu" and which in doubled else alone - task_ns[on]

@@ -26,7 +26,7 @@ from chunkrt.simulate.experiments import near_plans_of
 from chunkrt.simulate.partitions import PLACES, Costs, Cuts, Labels, Split, Trellis, layer_of, pattern_of
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.queue import Queue, percentile
-from chunkrt.simulate.simulator import simulate
+from chunkrt.simulate.simulator import graphs_of, simulate
 from chunkrt.simulate.work import ChunkWork, cut
 
 Objective = Literal["time", "energy", "edp", "p95"]
@@ -54,6 +54,9 @@ NUM_SEEDS = 8
 """Number of the optimiser's partitions that are simulated first."""
 
 ON_CPU = "cpu"
+
+Lengths = tuple[int, ...]
+"""Lengths of the NPU's graphs in tokens, shortest first; the last is that of chunks."""
 
 
 def cost_of(objective: Objective, times_ms: Sequence[float], joules: float | None, queue: Queue | None = None) -> float:
@@ -134,21 +137,21 @@ class PartitionSearch:
     def _free_trellis(self) -> Trellis:
         return Trellis(Cuts(self.plan, self.scheme, frees_attention=True))
 
-    def bound(self, attention: str, chunk_length: int) -> float:
+    def bound(self, attention: str, lengths: Lengths) -> float:
         """Return a cost that no partition and no order of tasks is below.
 
         Both processors have to do the work of some partition, one chunk has to pass through it, and the memory has to
         deliver its bytes. Transitions between tasks and contention for memory only add to this.
         """
-        bounds = {length: self._bound(attention, chunk_length, length) for length in set(self.prompt_lengths)}
+        bounds = {length: self._bound(attention, lengths, length) for length in set(self.prompt_lengths)}
         times_ms, joules = zip(*(bounds[length] for length in self.prompt_lengths), strict=True)
         return cost_of(self.objective, times_ms, sum(joules), self.queue)
 
-    def _bound(self, attention: str, chunk_length: int, prompt_length: int) -> tuple[float, float]:
+    def _bound(self, attention: str, lengths: Lengths, prompt_length: int) -> tuple[float, float]:
         """Return the least time in milliseconds and the least energy in joules of one prompt."""
         device = self.device
         total_ns, joules = 1000.0 * device.prompt_us, 0.0
-        for _, costs in self._costs(attention, chunk_length, prompt_length):
+        for _, costs in self._costs(attention, lengths, prompt_length):
             serial_ns, _ = costs.serial()
             busier_ns = _least_busier_ns(costs.hull())
             total_ns += max(serial_ns, busier_ns, costs.num_bytes / device.memory.gb_per_s)
@@ -156,8 +159,9 @@ class PartitionSearch:
             joules += costs.num_bytes * device.memory.pj_per_byte / 1e12
         return total_ns / 1e6, joules + device.idle_watts * total_ns / 1e9
 
-    def _costs(self, attention: str, chunk_length: int, prompt_length: int) -> Iterator[tuple[bool, Costs]]:
+    def _costs(self, attention: str, lengths: Lengths, prompt_length: int) -> Iterator[tuple[bool, Costs]]:
         """Return the costs of the chunks that one plan serves, and whether it has attention on the NPU."""
+        chunk_length, graphs = lengths[-1], graphs_of(lengths, lengths[-1], self.scheme)
         chunks = cut(prompt_length, chunk_length)
         near = {} if attention == ON_CPU else near_plans_of(self.plan, {}, attention)
         groups: dict[int | None, list[ChunkWork]] = defaultdict(list)
@@ -167,15 +171,23 @@ class PartitionSearch:
             trellis, plan = (self._trellis, None) if reach is None else (self._free_trellis, near[reach])
             yield (
                 reach is not None,
-                Costs(trellis, self.scheme, self.device, chunk_length=chunk_length, chunks=group, near=plan),
+                Costs(
+                    trellis,
+                    self.scheme,
+                    self.device,
+                    chunk_length=chunk_length,
+                    chunks=group,
+                    graph_lengths=graphs,
+                    near=plan,
+                ),
             )
 
-    def search(self, attention: str, chunk_length: int) -> Found:
+    def search(self, attention: str, lengths: Lengths) -> Found:
         """Search the best partition, with the default policy and number of chunks in flight."""
-        trial = _Trial(self, attention, chunk_length)
-        for labels in self._seeds(attention, chunk_length):
+        trial = _Trial(self, attention, lengths)
+        for labels in self._seeds(attention, lengths):
             trial.cost(labels)
-        near_enough = (1 + TIE) * self.bound(attention, chunk_length)
+        near_enough = (1 + TIE) * self.bound(attention, lengths)
         num_partitions = prod(len(step.devices) for step in {s.module: s for s in self.cuts.steps}.values())
         if num_partitions <= MOST_PARTITIONS:
             trial.search_all()
@@ -189,14 +201,14 @@ class PartitionSearch:
             is_exact=num_partitions <= MOST_PARTITIONS,
         )
 
-    def _seeds(self, attention: str, chunk_length: int) -> Iterator[Labels]:
+    def _seeds(self, attention: str, lengths: Lengths) -> Iterator[Labels]:
         """Return partitions to begin with: the rule's, and those that the optimiser expects to be the best."""
         yield self.cuts.labels
         if self.memory_bytes is not None:
             yield dict.fromkeys(self.cuts.labels, "cpu")
         longest = max(self.prompt_lengths)
-        num_chunks = ceil(longest / chunk_length)
-        for is_near, costs in self._costs(attention, chunk_length, longest):
+        num_chunks = ceil(longest / lengths[-1])
+        for is_near, costs in self._costs(attention, lengths, longest):
             if is_near:
                 free = costs.serial()[1]
                 yield self.allowed({path: free[path] for path in self.cuts.labels})
@@ -233,8 +245,8 @@ class PartitionSearch:
 class _Trial:
     """Simulated partitions for one attention and chunk length, with their costs."""
 
-    def __init__(self, search: PartitionSearch, attention: str, chunk_length: int) -> None:
-        self._search, self._attention, self._chunk_length = search, attention, chunk_length
+    def __init__(self, search: PartitionSearch, attention: str, lengths: Lengths) -> None:
+        self._search, self._attention, self._lengths = search, attention, lengths
         self.costs: dict[tuple[tuple[str, str], ...], float] = {}
         self.best: Labels = search.cuts.labels
         self.best_cost = inf
@@ -265,7 +277,8 @@ class _Trial:
                 plan,
                 search.device,
                 prompt_length=length,
-                chunk_length=self._chunk_length,
+                chunk_length=self._lengths[-1],
+                graph_lengths=self._lengths,
                 policy=DEFAULT_POLICY,
                 scheme=search.scheme,
                 near=near,
@@ -288,8 +301,7 @@ class _Trial:
         bounds = [0.0] * len(able)
         if self._attention == ON_CPU:
             costs = {
-                length: next(search._costs(ON_CPU, self._chunk_length, length))[1]
-                for length in set(search.prompt_lengths)
+                length: next(search._costs(ON_CPU, self._lengths, length))[1] for length in set(search.prompt_lengths)
             }
             for index, labels in enumerate(able):
                 times_ms, joules = [], 0.0

@@ -6,7 +6,7 @@ durations of tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args
 
@@ -20,7 +20,7 @@ from chunkrt.runtime.batcher import DEFAULT_BATCHER, Batcher, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.executor import DecodeOn, parting_step
 from chunkrt.runtime.policy import Policy, find_policy
-from chunkrt.runtime.record import ChunkRecord, RunRecord
+from chunkrt.runtime.record import ChunkRecord, RunRecord, smallest_graph
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
@@ -30,7 +30,7 @@ from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.server import ChunkCosts, Server
 from chunkrt.simulate.serving_costs import ServingCosts, has_npu, never, serving_costs
 from chunkrt.simulate.serving_records import serving_records
-from chunkrt.simulate.simulator import known_scheme
+from chunkrt.simulate.simulator import chunk_text, graphs_of, known_scheme
 from chunkrt.simulate.work import ChunkWork
 
 
@@ -50,6 +50,7 @@ class Serving:
         seconds: the total time.
         time_to_first_token_ms: time from a request's arrival to its first token.
         queue_ms: time from a request's arrival to its admission.
+        graph_lengths: numbers of rows of the NPU's graphs, if there are several; see `Simulation`.
         gap_ms: time between two tokens of an answer; None if each answer is one token.
         rows_per_chunk: mean number of rows with a token.
         packed: share of the chunks with more than one sequence.
@@ -67,6 +68,7 @@ class Serving:
     decode_on: DecodeOn
     sessions: int
     chunk_length: int
+    graph_lengths: tuple[int, ...]
     chunks_in_flight: int
     requests: int
     requests_cut: int
@@ -87,12 +89,17 @@ class Serving:
     busy: Mapping[str, float]
     records: Callable[[], list[RunRecord]]
 
+    @property
+    def chunks_text(self) -> str:
+        """Lengths of the chunks and of the NPU's graphs; see `chunk_text`."""
+        return chunk_text(self.chunk_length, self.graph_lengths)
+
     def __repr__(self) -> str:
         """Return the choices and the main figures; `to_dict` returns all."""
         first = self.time_to_first_token_ms
         return (
             f"Serving({self.device}, {self.scheme}, policy {self.policy}, batcher {self.batcher}, {self.sessions} "
-            f"sessions, chunks of {self.chunk_length}: {self.requests} requests in {self.seconds:.1f} s, "
+            f"sessions, chunks of {self.chunks_text}: {self.requests} requests in {self.seconds:.1f} s, "
             f"{self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} generated tokens/s, time to "
             f"first token {first.p50:.1f} ms (p50), {first.p95:.1f} ms (p95))"
         )
@@ -107,7 +114,7 @@ class Serving:
         rows = [(name, *(f"{value:.1f}" for value in spread)) for name, spread in spreads if spread is not None]
         caption = (
             f"predicted: {self.requests} requests on {self.device}, {self.scheme}, batcher {self.batcher}, chunks of "
-            f"{self.chunk_length}: {self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} new "
+            f"{self.chunks_text}: {self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} new "
             "tokens/s"
         )
         return html_table(caption, ("", "mean", "median", "95th percentile"), rows)
@@ -116,7 +123,7 @@ class Serving:
         """Return all statistics except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         spreads = {name: value._asdict() for name, value in figures.items() if isinstance(value, Spread)}
-        return figures | spreads
+        return figures | spreads | {"graph_lengths": list(self.graph_lengths)}
 
 
 def simulate_serving(
@@ -130,6 +137,7 @@ def simulate_serving(
     scheme: str | Scheme,
     batcher: str | Batcher = DEFAULT_BATCHER,
     decode_on: DecodeOn = "auto",
+    graph_lengths: Collection[int] = (),
     chunks_in_flight: int | None = None,
     threads: int | None = None,
 ) -> Serving:
@@ -146,6 +154,7 @@ def simulate_serving(
         batcher: the rule that picks the rows of a chunk, or its name.
         decode_on: processor of single tokens if an NPU exists: the CPU alone, the NPU with the CPU, or the one that is
             expected to be faster for all waiting sequences.
+        graph_lengths: chunk lengths for which the NPU has graphs, in addition to `chunk_length`; see `simulate`.
         chunks_in_flight: maximum number if an NPU exists, at least 1; by default the executor's. Without an NPU, and
             under a policy that runs one task at a time, shared chunks run one after the other and include the single
             tokens.
@@ -170,7 +179,15 @@ def simulate_serving(
             "decoder"
         )
     found_scheme = known_scheme(scheme)
-    costs = serving_costs(plan, device, found_scheme, chunk_length=chunk_length, threads=threads, decode_on=decode_on)
+    costs = serving_costs(
+        plan,
+        device,
+        found_scheme,
+        chunk_length=chunk_length,
+        graph_lengths=graphs_of(graph_lengths, chunk_length, found_scheme),
+        threads=threads,
+        decode_on=decode_on,
+    )
     most_in_flight = 1
     if has_npu(costs.processors) and find_policy(policy).is_concurrent:
         most_in_flight = chunks_in_flight or chunk_slots(plan, chunk_length, costs.processors)
@@ -249,7 +266,8 @@ def serve(
     generated_tokens = sum(client.request.generate for client in clients)
     gaps = [later - token for c in clients for token, later in zip(c.token_ns, c.token_ns[1:], strict=False)]
     rows = [chunk.num_tokens for chunk in server.chunks]
-    padded = [count for count, way in zip(rows, ways, strict=True) if way == "npu"]
+    on_npu = [count for count, way in zip(rows, ways, strict=True) if way == "npu"]
+    computed = sum(smallest_graph(count, costs.graph_lengths, chunk_length) for count in on_npu)
     return Serving(
         device="",
         scheme="",
@@ -258,6 +276,7 @@ def serve(
         decode_on="auto",
         sessions=sessions,
         chunk_length=chunk_length,
+        graph_lengths=costs.graph_lengths,
         chunks_in_flight=chunks_in_flight,
         requests=len(clients),
         requests_cut=load.num_cut,
@@ -273,8 +292,8 @@ def serve(
         chunks=len(rows),
         rows_per_chunk=sum(rows) / len(rows),
         packed=sum(len(chunk.segments) > 1 for chunk in server.chunks) / len(rows),
-        on_cpu=1 - len(padded) / len(rows),
-        padding=1 - sum(padded) / (len(padded) * chunk_length) if padded else None,
+        on_cpu=1 - len(on_npu) / len(rows),
+        padding=1 - sum(on_npu) / computed if on_npu else None,
         busy={p.name: _busy_ns(p, events) / (1e9 * seconds * p.workers) for p in costs.processors},
         records=lambda: serving_records(
             costs, server, events, ways, policy=order.name, chunk_length=chunk_length, chunks_in_flight=chunks_in_flight

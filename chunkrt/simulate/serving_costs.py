@@ -62,6 +62,7 @@ class ServingCosts:
         step_ns, token_ns: overhead after a chunk that ends tokens of answers: a constant time, and a time for each of
             these tokens.
         chunks: receives every chunk; `work_of` and `speeds` read it.
+        graph_lengths: see `Pipeline.graph_lengths`.
         decodes_apart: if both ways exist, returns True if single tokens at the given positions bypass the NPU.
     """
 
@@ -75,6 +76,7 @@ class ServingCosts:
     decodes_apart: Callable[[Sequence[int]], bool]
     step_ns: float = 0.0
     token_ns: float = 0.0
+    graph_lengths: tuple[int, ...] = ()
 
     def way_of(self, chunk: ChunkWork, *, is_apart: bool) -> str:
         """Return the name of a chunk's way; `is_apart` is true for a chunk that bypasses the NPU."""
@@ -88,26 +90,28 @@ def serving_costs(
     scheme: Scheme,
     *,
     chunk_length: int,
+    graph_lengths: tuple[int, ...] = (),
     threads: int | None,
     decode_on: DecodeOn,
 ) -> ServingCosts:
-    """Return the costs of a decoder's tasks on a device.
+    """Return the costs of a decoder's tasks on a device. `graph_lengths` are those of `Pipeline`.
 
     Raises:
         ConfigError: the arguments do not fit the profile.
     """
     if isinstance(device, MeasuredProfile):
-        return _measured(plan, device, scheme, chunk_length, threads, decode_on)
+        return _measured(plan, device, scheme, chunk_length, graph_lengths, threads, decode_on)
     if threads is not None:
         raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
     chunks: list[ChunkWork] = []
     if not device.uses_npu:
         plan = plan.on_cpu()
     processors = device.processors(plan)
-    whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
+    whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks, graph_lengths=graph_lengths)
     work_of: WorkOf = whole
     decodes_apart = never
     if not has_npu(processors):
+        graph_lengths = ()
         if decode_on == "npu":
             raise ConfigError("all of the model runs on the CPU; remove --decode-on npu")
         ways = {"cpu": Way(plan=plan, first=0, processors=processors)}
@@ -132,6 +136,7 @@ def serving_costs(
         work_of=work_of,
         speeds=memory_speeds(device.memory.gb_per_s, work_of),
         decodes_apart=decodes_apart,
+        graph_lengths=graph_lengths,
     )
 
 
@@ -152,7 +157,13 @@ def has_npu(processors: Sequence[Processor]) -> bool:
 
 
 def _measured(
-    plan: Plan, device: MeasuredProfile, scheme: Scheme, chunk_length: int, threads: int | None, decode_on: DecodeOn
+    plan: Plan,
+    device: MeasuredProfile,
+    scheme: Scheme,
+    chunk_length: int,
+    graph_lengths: tuple[int, ...],
+    threads: int | None,
+    decode_on: DecodeOn,
 ) -> ServingCosts:
     budget = device.budget(threads)
     if decode_on == "npu" and not device.has_npu:
@@ -162,9 +173,9 @@ def _measured(
     chunks: list[ChunkWork] = []
     processors = device.processors(budget.threads)
     size = len(plan.subgraphs)
-    costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name)
+    costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name, graph_lengths)
     work_of: WorkOf
-    work_of = whole = MeasuredWork(plan, costs, budget.task_us, chunks)
+    work_of = whole = MeasuredWork(plan, costs, budget.task_us, chunks, graph_lengths)
     by_task = [costs[subgraph.name] for subgraph in plan.subgraphs]
     ways = {"npu" if device.has_npu else "prompts": Way(plan=plan, first=0, processors=processors)}
     decodes_apart = never
@@ -175,7 +186,7 @@ def _measured(
                 "add --decode-on npu"
             )
         on_cpu = decode_plan(plan, budget.decode)
-        of_decode = measured_costs(on_cpu, device, budget.decode, chunk_length, scheme.name)
+        of_decode = measured_costs(on_cpu, device, budget.decode, chunk_length, scheme.name, graph_lengths)
         ways["cpu"] = Way(plan=on_cpu, first=size, processors=processors[-1:])
         alone = MeasuredWork(on_cpu, of_decode, budget.task_us, chunks)
         work_of = _either(whole, alone, size)
@@ -197,6 +208,7 @@ def _measured(
         work_of=work_of,
         speeds=crowd_speeds(lambda task: by_task[task.subgraph].speeds),
         decodes_apart=decodes_apart,
+        graph_lengths=graph_lengths,
     )
 
 

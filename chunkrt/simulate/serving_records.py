@@ -9,7 +9,7 @@ from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord, stages_of
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.simulate.server import Server, SimulatedClient
-from chunkrt.simulate.serving_costs import ServingCosts, Way
+from chunkrt.simulate.serving_costs import ServingCosts, Way, has_npu
 
 
 def serving_records(
@@ -42,6 +42,7 @@ def serving_records(
             chunk_length=chunk_length,
             num_slots=chunks_in_flight,
             slot_bytes=BufferLayout(way.plan, chunk_length).num_bytes,
+            graph_lengths=costs.graph_lengths if has_npu(way.processors) else (),
             origin="predicted",
         )
 

@@ -4,7 +4,7 @@ device."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import exp, hypot
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from chunkrt.backends.base import Passage
+from chunkrt.backends.qnn.htp_support import distinct_graphs
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import MOST_RANKS, Plan
@@ -94,7 +95,13 @@ class Simulation:
         npu_busy, cpu_busy: share of the makespan in which a task of that role ran.
         overlap: share of the makespan in which two or more tasks of these roles ran.
         link: usage of the link; None for a decoder on one rank.
-        peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight.
+        graph_lengths: numbers of rows of the NPU's graphs, if there are several; a chunk runs the smallest one that
+            holds its rows. Empty if there is one graph, for the chunk length.
+        contexts: number of graphs that are compiled for the NPU: one for each of its subgraphs and lengths, in all
+            plans.
+        padding: share of the NPU's rows without a token; None if the NPU computes none.
+        peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight. Every graph contains its
+            weights.
         interval: None for a measured profile.
         energy_joules: None if the profile has no power figures, or with several ranks.
         joules: the energy by processor and state: "npu busy", "cpu busy", "memory" and "idle"; the last one is the
@@ -111,6 +118,9 @@ class Simulation:
     policy: str
     prompt_length: int
     chunk_length: int
+    graph_lengths: tuple[int, ...]
+    contexts: int
+    padding: float | None
     chunks_in_flight: int
     time_to_first_token_ms: float
     tokens_per_s: float
@@ -127,11 +137,16 @@ class Simulation:
     ms_by_parameter: Mapping[str, float]
     records: tuple[RunRecord, ...]
 
+    @property
+    def chunks_text(self) -> str:
+        """Lengths of the chunks and of the NPU's graphs; see `chunk_text`."""
+        return chunk_text(self.chunk_length, self.graph_lengths)
+
     def __repr__(self) -> str:
         """Return the choices and the main figures; `to_dict` returns all."""
         return (
             f"Simulation({self.device}, {self.scheme}, policy {self.policy}, {self.prompt_length} tokens in chunks "
-            f"of {self.chunk_length}, {self.chunks_in_flight} in flight: {self.time_to_first_token_ms:.1f} ms to the "
+            f"of {self.chunks_text}, {self.chunks_in_flight} in flight: {self.time_to_first_token_ms:.1f} ms to the "
             f"first token, {self.tokens_per_s:.1f} tokens/s, NPU {self.npu_busy:.0%} and CPU {self.cpu_busy:.0%} busy, "
             f"{self.peak_memory_bytes / 2**20:.0f} MiB)"
         )
@@ -146,7 +161,7 @@ class Simulation:
         energy = "" if self.energy_joules is None else f", {self.energy_joules:.2f} J"
         caption = (
             f"predicted: {self.prompt_length} tokens on {self.device}, {self.scheme}, policy {self.policy}, chunks of "
-            f"{self.chunk_length}: {self.time_to_first_token_ms:.1f} ms to the first token, {self.tokens_per_s:.1f} "
+            f"{self.chunks_text}: {self.time_to_first_token_ms:.1f} ms to the first token, {self.tokens_per_s:.1f} "
             f"tokens/s, {self.peak_memory_bytes / 1e6:.0f} MB{energy}"
         )
         return html_table(caption, ("", *(name.upper() for name in self.processors)), rows)
@@ -157,6 +172,7 @@ class Simulation:
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
         return figures | {
             "processors": processors,
+            "graph_lengths": list(self.graph_lengths),
             "interval": None if self.interval is None else asdict(self.interval),
             "ms_by_parameter": dict(self.ms_by_parameter),
             "link": None if self.link is None else asdict(self.link),
@@ -172,6 +188,7 @@ def simulate(
     policy: str | Policy,
     scheme: str | Scheme,
     near: Mapping[int, Plan] = MappingProxyType({}),
+    graph_lengths: Collection[int] = (),
     chunks_in_flight: int | None = None,
     threads: int | None = None,
     ranks: int = 1,
@@ -191,6 +208,9 @@ def simulate(
         scheme: quantisation of linears, by name or fixed by a checkpoint.
         near: plans with attention on the NPU, by the last position at which a chunk may begin. As in an engine, each
             chunk uses the plan of the shortest reach that suffices, and otherwise `plan`.
+        graph_lengths: chunk lengths for which the NPU has graphs, in addition to `chunk_length`. Each chunk runs the
+            smallest graph that holds its rows. Lengths above `chunk_length` do not count, nor does the shorter of two
+            lengths whose graphs have the same number of rows.
         chunks_in_flight: number of chunk slots, at least 1; by default the executor's number.
         threads: for a measured profile, one of the measured thread budgets; by default the largest.
         ranks: number of ranks that share the decoder.
@@ -216,6 +236,10 @@ def simulate(
         plan = plan.on_cpu()
     if near and link is not None:
         raise ConfigError("attention on the NPU is simulated on one machine only; omit the link and the ranks")
+    plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
+    has_npu = device.has_npu if isinstance(device, MeasuredProfile) else device.uses_npu
+    on_npu = sum(has_npu and subgraph.device == "npu" for of in plans for subgraph in of.subgraphs)
+    graphs = graphs_of(graph_lengths, chunk_length, found_scheme) if on_npu else ()
     runs: list[_Run] = []
     for used, chunks in _parts(plan, near, cut(prompt_length, chunk_length)):
         runs.append(
@@ -225,6 +249,7 @@ def simulate(
                 chunks,
                 begin_ns=runs[-1].record.end_ns if runs else 0,
                 chunk_length=chunk_length,
+                graph_lengths=graphs,
                 policy=rule,
                 scheme=found_scheme,
                 chunks_in_flight=chunks_in_flight,
@@ -244,13 +269,16 @@ def simulate(
     if isinstance(device, DeviceProfile):
         joules = _joules(device, runs, ttft_ns)
         interval = _interval(device, by_parameter, joules, ttft_ns, prompt_length)
-    plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
+    num_graphs = max(1, len(graphs))
     return Simulation(
         device=device.name,
         scheme=found_scheme.name,
         policy=rule.name,
         prompt_length=prompt_length,
         chunk_length=chunk_length,
+        graph_lengths=graphs,
+        contexts=num_graphs * on_npu,
+        padding=_padding(runs),
         chunks_in_flight=max(min(record.pipeline.num_slots, record.num_chunks) for record in records),
         time_to_first_token_ms=ttft_ns / 1e6,
         tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
@@ -259,12 +287,32 @@ def simulate(
         processors=_shares(records),
         **asdict(_utilisation(records)),
         link=None if link is None else _link_shares(runs[0], link, ranks),
-        peak_memory_bytes=_memory(plan, plans, found_scheme, records, prompt_length),
+        peak_memory_bytes=_memory(plan, plans, num_graphs, found_scheme, records, prompt_length),
         energy_joules=sum(joules.values()) if joules else None,
         joules=joules,
         ms_by_parameter=by_parameter if isinstance(device, DeviceProfile) else {},
         records=records,
     )
+
+
+def graphs_of(graph_lengths: Collection[int], chunk_length: int, scheme: Scheme) -> tuple[int, ...]:
+    """Return the numbers of rows of the NPU's graphs, shortest first, given those that are compiled in addition to the
+    chunk length; an empty tuple if there is only one. Raise ConfigError for a length below 1.
+    """
+    if graph_lengths and min(graph_lengths) < 1:
+        raise ConfigError(f"a graph length is {min(graph_lengths)}, expected at least 1")
+    found = distinct_graphs([length for length in {*graph_lengths, chunk_length} if length <= chunk_length], scheme)
+    return found if len(found) > 1 else ()
+
+
+def graphs_text(graph_lengths: Sequence[int]) -> str:
+    """Return the lengths of several graphs as for `--chunk`, such as "1,8,32"; empty if there are not several."""
+    return ",".join(map(str, graph_lengths))
+
+
+def chunk_text(chunk_length: int, graph_lengths: Sequence[int] = ()) -> str:
+    """Return the lengths of the NPU's graphs as for `--chunk`: "32", or "1,8,32" if there are several."""
+    return graphs_text(graph_lengths) or str(chunk_length)
 
 
 def known_scheme(scheme: str | Scheme) -> Scheme:
@@ -298,6 +346,7 @@ class _Run:
 
     record: RunRecord
     work_of: WorkOf
+    chunks: Sequence[ChunkWork]
 
 
 def _run(
@@ -307,6 +356,7 @@ def _run(
     *,
     begin_ns: int,
     chunk_length: int,
+    graph_lengths: tuple[int, ...],
     policy: Policy,
     scheme: Scheme,
     chunks_in_flight: int | None,
@@ -321,7 +371,9 @@ def _run(
         if threads is not None:
             raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
         processors = device.processors(plan, overlaps_conversion=overlaps_conversion)
-        work_of = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
+        work_of = ModelledWork(
+            plan, scheme, device, chunk_length=chunk_length, chunks=chunks, graph_lengths=graph_lengths
+        )
         speeds = memory_speeds(device.memory.gb_per_s, work_of)
     else:
         if overlaps_conversion:
@@ -330,8 +382,8 @@ def _run(
             )
         budget = device.budget(threads)
         processors = device.processors(budget.threads)
-        costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name)
-        work_of = MeasuredWork(plan, costs, budget.task_us, chunks)
+        costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name, graph_lengths)
+        work_of = MeasuredWork(plan, costs, budget.task_us, chunks, graph_lengths)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
         work_of = with_sums(work_of, plan, chunks, link, ranks)
@@ -344,6 +396,7 @@ def _run(
         chunk_length=chunk_length,
         num_slots=num_slots,
         slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
+        graph_lengths=graph_lengths,
         origin="predicted",
     )
     durations = [[work_of(Task(s, c)).ns for c in range(len(chunks))] for s in range(len(plan.subgraphs))]
@@ -366,7 +419,7 @@ def _run(
         end_ns=events[-1].end_ns,
         events=tuple(events),
     )
-    return _Run(record=record, work_of=work_of)
+    return _Run(record=record, work_of=work_of, chunks=chunks)
 
 
 def _later(event: TaskEvent, ns: int) -> TaskEvent:
@@ -495,14 +548,20 @@ def _shares(records: Sequence[RunRecord]) -> dict[str, ProcessorShares]:
 
 
 def measured_costs(
-    plan: Plan, profile: MeasuredProfile, known: Mapping[str, SubgraphCost], chunk_length: int, scheme: str
+    plan: Plan,
+    profile: MeasuredProfile,
+    known: Mapping[str, SubgraphCost],
+    chunk_length: int,
+    scheme: str,
+    graph_lengths: Sequence[int] = (),
 ) -> dict[str, SubgraphCost]:
     """Return the costs of all subgraphs, given those that a profile knows; raise ConfigError if the profile was
     measured on another configuration."""
-    if (scheme, chunk_length) != (profile.scheme, profile.chunk_length):
+    wanted, own = chunk_text(chunk_length, graph_lengths), chunk_text(profile.chunk_length, profile.graph_lengths)
+    if (scheme, wanted) != (profile.scheme, own):
         raise ConfigError(
-            f"{profile.name} was measured with scheme {profile.scheme} and chunks of {profile.chunk_length}, not "
-            f"{scheme} and {chunk_length}; run `chunkrt profile` with these"
+            f"{profile.name} was measured with scheme {profile.scheme} and chunks of {own}, not {scheme} and {wanted}; "
+            "run `chunkrt profile` with these"
         )
     first = twins(plan)
     for name in first.values():
@@ -514,14 +573,35 @@ def measured_costs(
     return {name: known[twin] for name, twin in first.items()}
 
 
-def _memory(plan: Plan, plans: Sequence[Plan], scheme: Scheme, records: Sequence[RunRecord], prompt_length: int) -> int:
+def _padding(runs: Sequence[_Run]) -> float | None:
+    """Return the share of the rows of chunks on the NPU that are padding; None if no chunk is on the NPU."""
+    rows = [
+        (run.record.pipeline.rows_on_npu(chunk.num_tokens), chunk.num_tokens)
+        for run in runs
+        if any(event.processor == "npu" for event in run.record.events)
+        for chunk in run.chunks
+    ]
+    computed = sum(on_npu for on_npu, _ in rows)
+    return 1 - sum(num_tokens for _, num_tokens in rows) / computed if computed else None
+
+
+def _memory(
+    plan: Plan,
+    plans: Sequence[Plan],
+    num_graphs: int,
+    scheme: Scheme,
+    records: Sequence[RunRecord],
+    prompt_length: int,
+) -> int:
     """Return the peak memory in bytes. The CPU keeps all weights for decode. An NPU keeps a copy of its linears for
-    each of `plans`.
+    each of `plans` and of their graphs.
     """
     stored = weight_bytes(plan, scheme)
     weights = sum(stored.values())
     if any(processor.devices == {"npu"} for record in records for processor in record.pipeline.processors):
-        weights += sum(stored[name] for p in plans for s in p.subgraphs if s.device == "npu" for name in s.weights)
+        weights += num_graphs * sum(
+            stored[name] for p in plans for s in p.subgraphs if s.device == "npu" for name in s.weights
+        )
     in_flight = max(min(r.pipeline.num_slots, r.num_chunks) * r.pipeline.slot_bytes for r in records)
     slots = plan.slots(prompt_length, records[0].pipeline.chunk_length)
     fixed = sum(state_bytes(tensor, slots) for tensor in plan.state_tensors if "P" not in tensor.shape)

@@ -23,7 +23,7 @@ from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.qnn.socs import SOCS
 from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.engine.arguments import read_size
-from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
+from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, lengths_of
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine.roles import linear_refusal
 from chunkrt.engine.settings import DEVICE, settings_text
@@ -38,6 +38,7 @@ from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
 from chunkrt.simulate.experiments import (
     GridRow,
     Rows,
+    attention_options,
     experiment,
     near_plans_of,
     places_attention,
@@ -47,7 +48,8 @@ from chunkrt.simulate.experiments import (
 from chunkrt.simulate.models import is_weightless
 from chunkrt.simulate.quality import Quality, check_comparable
 from chunkrt.simulate.queue import Queue, percentile
-from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Objective, PartitionSearch, cost_of
+from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Lengths, Objective, PartitionSearch, cost_of
+from chunkrt.simulate.simulator import chunk_text, graphs_text
 
 NATURAL = "natural"
 PARTITIONS: Mapping[str, Placement] = {
@@ -94,6 +96,7 @@ class Setup:
         partition: name of the partition.
         placement: placement of modules in this partition.
         attention: processor of attention, as in `chunkrt.experiment`: "cpu" or "npu:WINDOWS".
+        graphs: lengths of the NPU's graphs if there are several, such as "1,8,32"; otherwise empty.
         chunks_in_flight: None for the executor's default.
         times_ms: time to the first token of every prompt.
         time_ms: geometric mean of `times_ms`.
@@ -111,6 +114,7 @@ class Setup:
     placement: Placement = field(repr=False)
     attention: str
     chunk_length: int
+    graphs: str
     policy: str
     chunks_in_flight: int | None
     times_ms: tuple[float, ...]
@@ -121,6 +125,11 @@ class Setup:
     quantisation: Mapping[str, Any]
     num_shadows: int
     mean_kl: float | None
+
+    @property
+    def lengths(self) -> tuple[int, str]:
+        """Length of chunks, and lengths of several graphs."""
+        return self.chunk_length, self.graphs
 
     def cost(self, objective: Objective) -> float:
         """Return the quantity to minimise. Without power figures it is the time."""
@@ -143,6 +152,7 @@ class SearchedPartition:
 
     attention: str
     chunk_length: int
+    graphs: str
     bound: float
     rule: Setup | None
     found: Setup
@@ -227,12 +237,15 @@ class Tuned:
                 found["soc"] = self.device.soc
         else:
             found["threads"] = max(self.device.budgets)
-        found |= {**self.best.quantisation, "chunk_length": self.best.chunk_length, "policy": self.best.policy}
+        found |= {**self.best.quantisation, "chunk_length": self.best.graphs or self.best.chunk_length}
+        found["policy"] = self.best.policy
         if self.best.chunks_in_flight is not None:
             found["chunks_in_flight"] = self.best.chunks_in_flight
         if self.best.attention != ON_CPU:
-            _, _, windows = self.best.attention.partition(":")
-            found |= {"attention": "npu", "npu_window": windows}
+            options = attention_options(self.best.attention)
+            found |= {"attention": "npu", "npu_window": options.npu_window}
+            if options.npu_sinks is not None:
+                found |= {"npu_sinks": options.npu_sinks, "decode_on": "npu"}  # engines refuse sinks otherwise
         if self.best.placement:
             found["placement"] = self.best.placement
         return found
@@ -260,7 +273,8 @@ def tune(
     *,
     prompt_lengths: Sequence[int] = (512,),
     scheme: str | None = None,
-    chunk_lengths: Sequence[int] | None = None,
+    chunk_lengths: Sequence[int | str] | None = None,
+    npu_sinks: int | None = None,
     placements: Mapping[str, Placement] | None = None,
     shadow: str | None = None,
     qualities: Sequence[Quality] = (),
@@ -283,8 +297,10 @@ def tune(
             token.
         scheme: name of the scheme; by default all schemes of `qualities`, or "w8a16", or the scheme of the profile or
             the engine directory.
-        chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or the length of the profile or the engine
-            directory.
+        chunk_lengths: lengths to search, also texts such as "1,8,32" for several graphs on the NPU; by default
+            CHUNK_LENGTHS, or the length of the profile or the engine directory.
+        npu_sinks: number of first tokens that stay in sight of attention on the NPU when its longest window slides; by
+            default the CPU computes attention of longer histories. The quality of this approximation is not searched.
         placements: partitions by name to search in addition to PARTITIONS.
         shadow: 8-bit linears with shadows, as in `chunkrt.experiment`.
         qualities: measured divergences. If there are any, only schemes with one of them are searched.
@@ -316,6 +332,8 @@ def tune(
     if arrivals is not None:
         queue = Queue(arrivals=arrivals, seed=seed, num_prompts=max(1, len(prompt_lengths)))
     fixed = _Fixed.of(model, device)
+    if npu_sinks is not None and (fixed.reason or not isinstance(device, DeviceProfile) or not device.uses_npu):
+        raise ConfigError(f"{fixed.reason or f'{device.name} leaves the NPU idle'}; omit `npu_sinks`")
     lengths = None if chunk_lengths is None else fixed.chunk_lengths_or(chunk_lengths)
     has_npu = isinstance(device, MeasuredProfile) or device.uses_npu
     if placements and not has_npu:
@@ -336,6 +354,7 @@ def tune(
             candidate,
             prompt_lengths=prompt_lengths,
             chunk_lengths=lengths,
+            npu_sinks=npu_sinks,
             placements=placements or {},
             memory_bytes=memory_bytes,
             objective=objective,
@@ -351,6 +370,7 @@ def tune(
         left_out |= search.left_out
     usual = [c for c in choices if (c.partition, c.attention) == (NATURAL, ON_CPU)] or choices
     schemes = [c for c in usual if c.quantisation == {"scheme": fixed.scheme}] or usual
+    schemes = [c for c in schemes if not c.graphs] or schemes
     longest = max(choice.chunk_length for choice in schemes)
     default = next((c for c in schemes if c.chunk_length == DEFAULT_CHUNK_LENGTH), None)
     return Tuned(
@@ -460,7 +480,8 @@ class _SchemeSearch:
         candidate: _Candidate,
         *,
         prompt_lengths: Sequence[int],
-        chunk_lengths: Sequence[int] | None,
+        chunk_lengths: Sequence[Lengths] | None,
+        npu_sinks: int | None,
         placements: Mapping[str, Placement],
         memory_bytes: int | None,
         objective: Objective,
@@ -472,7 +493,7 @@ class _SchemeSearch:
         self._prompt_lengths, self._memory_bytes, self._objective = prompt_lengths, memory_bytes, objective
         self._shadow = candidate.quantisation.get("shadow")
         self._scheme = scheme_of(model, candidate.quantisation["scheme"], self._shadow)
-        self._simulate, self._queue = simulate, queue
+        self._simulate, self._queue, self._npu_sinks = simulate, queue, npu_sinks
         self.choices: list[Setup] = []
         self.num_searched = 0
         self.bound: float | None = None
@@ -489,7 +510,7 @@ class _SchemeSearch:
             self._partitions = {name: value for name, value in wanted.items() if name not in self.left_out}
         context = self._plan.context_length
         if chunk_lengths is None:
-            chunk_lengths = [n for n in fixed.chunk_lengths_or(None) if n <= context] or [context]
+            chunk_lengths = [n for n in fixed.chunk_lengths_or(None) if n[-1] <= context] or [(context,)]
         self._lengths = chunk_lengths
 
     def search_grid(self) -> None:
@@ -501,12 +522,12 @@ class _SchemeSearch:
         if on_cpu:
             yield ON_CPU, on_cpu, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
         if not self._fixed.is_measured and self._has_npu:
-            for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths):
-                able = _with_attention(self._partitions, self._plans, attention, max(self._lengths), self._scheme)
+            for attention in self._fixed.attentions or _attentions(self._plan, self._prompt_lengths, self._npu_sinks):
+                able = _with_attention(self._partitions, self._plans, attention, self._scheme)
                 if able:
                     yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
 
-    def _simulated(self, part: _Part, lengths: Sequence[int]) -> list[Setup]:
+    def _simulated(self, part: _Part, lengths: Sequence[Lengths]) -> list[Setup]:
         attention, able, policies, in_flight = part
         rows = self._simulate(
             placements=able,
@@ -514,27 +535,28 @@ class _SchemeSearch:
             shadow=self._shadow,
             attentions=[attention],
             prompt_lengths=self._prompt_lengths,
-            chunk_lengths=lengths,
+            chunk_lengths=[graphs_text(each) if len(each) > 1 else each[0] for each in lengths],
             policies=policies,
             chunks_in_flight=in_flight,
         )
         grid = product(able, self._prompt_lengths, lengths, policies, in_flight)
-        grouped: dict[tuple[str, int, str, int | None], list[GridRow]] = defaultdict(list)
+        grouped: dict[tuple[str, Lengths, str, int | None], list[GridRow]] = defaultdict(list)
         for row, (name, _, length, policy, flight) in zip(rows, grid, strict=True):
             grouped[name, length, policy, flight].append(row)
         return [self._choice(key, able, found) for key, found in grouped.items()]
 
     def _choice(
-        self, key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[GridRow]
+        self, key: tuple[str, Lengths, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[GridRow]
     ) -> Setup:
-        partition, chunk_length, policy, chunks_in_flight = key
+        partition, _, policy, chunks_in_flight = key
         times = tuple(row.time_to_first_token_ms for row in rows)
         joules = [row.energy_joules for row in rows if row.energy_joules is not None]
         return Setup(
             partition=partition,
             placement=partitions[partition],
             attention=rows[0].attention,
-            chunk_length=chunk_length,
+            chunk_length=rows[0].chunk_length,
+            graphs=rows[0].graphs,
             policy=policy,
             chunks_in_flight=chunks_in_flight,
             times_ms=times,
@@ -573,8 +595,9 @@ class _SchemeSearch:
                 (SEARCHED_POLICIES, CHUNKS_IN_FLIGHT) if found.attention == ON_CPU else ((DEFAULT_POLICY,), (None,))
             )
             placement = {name: found.partition.placement}
-            made = self._simulated((found.attention, placement, policies, in_flight), [found.chunk_length])
-            of_grid = [c for c in choices if (c.attention, c.chunk_length) == (found.attention, found.chunk_length)]
+            made = self._simulated((found.attention, placement, policies, in_flight), [found.lengths])
+            own = (found.attention, *made[0].lengths)
+            of_grid = [c for c in choices if (c.attention, *c.lengths) == own]
             searched.append(_compared(search, found, of_grid, made))
             choices += made
         return searched
@@ -585,13 +608,13 @@ class _Searched:
     """One pair of an attention and a chunk length, with its lower bound, and the best partition if it was searched."""
 
     attention: str
-    chunk_length: int
+    lengths: Lengths
     bound: float
     partition: Found | None
 
 
 def _searches(
-    search: PartitionSearch, pairs: Sequence[tuple[str, int]], known: float, progress: Progress
+    search: PartitionSearch, pairs: Sequence[tuple[str, Lengths]], known: float, progress: Progress
 ) -> Iterator[_Searched]:
     """Search the partitions for the pairs whose bounds are below the best known cost, the lowest bound first."""
     bounds = {}
@@ -599,15 +622,15 @@ def _searches(
         bounds[pair] = search.bound(*pair)
         progress("bounding partitions", index + 1, len(pairs))
     for index, pair in enumerate(sorted(pairs, key=bounds.__getitem__)):
-        attention, chunk_length = pair
+        attention, lengths = pair
         found = None
         if index < MOST_SEARCHES and bounds[pair] < known:
-            found = search.search(attention, chunk_length)
+            found = search.search(attention, lengths)
             known = min(known, found.cost)
             progress("searching partitions", index + 1, min(MOST_SEARCHES, len(pairs)))
         if found is not None and found.cost == inf:  # none fits the memory
             found = None
-        yield _Searched(attention=attention, chunk_length=chunk_length, bound=bounds[pair], partition=found)
+        yield _Searched(attention=attention, lengths=lengths, bound=bounds[pair], partition=found)
 
 
 def _compared(
@@ -621,7 +644,8 @@ def _compared(
 
     return SearchedPartition(
         attention=searched.attention,
-        chunk_length=searched.chunk_length,
+        chunk_length=made[0].chunk_length,
+        graphs=made[0].graphs,
         bound=searched.bound,
         rule=next((choice for choice in of_grid if choice.partition == NATURAL and usual(choice)), None),
         found=next(choice for choice in made if usual(choice)),
@@ -636,16 +660,19 @@ _Part = tuple[str, Mapping[str, Placement], Sequence[str], Sequence[int | None]]
 """Part of the search: an attention with its partitions, policies and chunks in flight."""
 
 
-def _attentions(plan: Plan, prompt_lengths: Sequence[int]) -> list[str]:
-    """Return the windows to search: one up to the longest prompt, or the shortest and the longest together."""
+def _attentions(plan: Plan, prompt_lengths: Sequence[int], npu_sinks: int | None) -> list[str]:
+    """Return the windows to search: one up to the longest prompt, or the shortest and the longest together. They slide
+    if `npu_sinks` is given.
+    """
     longest = min(max(prompt_lengths), plan.context_length)
     enough = next((index for index, window in enumerate(WINDOWS) if window >= longest), len(WINDOWS) - 1)
     found = [f"npu:{window}" for window in WINDOWS[: enough + 1]]
-    return [*found, f"npu:{WINDOWS[0]},{WINDOWS[enough]}"] if enough else found
+    found += [f"npu:{WINDOWS[0]},{WINDOWS[enough]}"] if enough else []
+    return found if npu_sinks is None else [f"{windows}:sinks={npu_sinks}" for windows in found]
 
 
 def _with_attention(
-    partitions: Mapping[str, Placement], plans: Mapping[str, Plan], attention: str, chunk_length: int, scheme: Scheme
+    partitions: Mapping[str, Placement], plans: Mapping[str, Plan], attention: str, scheme: Scheme
 ) -> dict[str, Placement]:
     """Return the partitions for which an NPU can compute attention."""
     able = {}
@@ -679,7 +706,7 @@ class _Fixed:
     is_measured: bool = False
     scheme: str = DEFAULT_NPU_SCHEME
     compiled: Scheme | None = None
-    chunk_lengths: tuple[int, ...] = ()
+    chunk_lengths: tuple[Lengths, ...] = ()
     attentions: tuple[str, ...] = ()
     placement: Placement = field(default_factory=dict)
 
@@ -687,10 +714,11 @@ class _Fixed:
     def of(model: str | os.PathLike[str] | Shape, device: DeviceProfile | MeasuredProfile) -> _Fixed:
         if isinstance(device, MeasuredProfile):
             return _Fixed(
-                reason=f"{device.name} was measured with scheme {device.scheme} and chunks of {device.chunk_length}",
+                reason=f"{device.name} was measured with scheme {device.scheme} and chunks of "
+                f"{chunk_text(device.chunk_length, device.graph_lengths)}",
                 is_measured=True,
                 scheme=device.scheme,
-                chunk_lengths=(device.chunk_length,),
+                chunk_lengths=(device.graph_lengths or (device.chunk_length,),),
             )
         if not isinstance(model, Shape) and is_engine_directory(Path(model)):
             manifest = read_manifest(Path(model))
@@ -701,8 +729,8 @@ class _Fixed:
                 reason=f"{model} was compiled under {manifest.scheme.name}{of_chunks}",
                 scheme=manifest.scheme.name,
                 compiled=manifest.scheme,
-                chunk_lengths=tuple(lengths),
-                attentions=(f"npu:{compiled['npu_window']}",) if compiled.get("attention") == "npu" else (),
+                chunk_lengths=tuple((length,) for length in lengths),
+                attentions=(_compiled_attention(compiled),) if compiled.get("attention") == "npu" else (),
                 placement=manifest.placement,
             )
         return _Fixed()
@@ -727,14 +755,29 @@ class _Fixed:
             raise ConfigError(f"{self.reason}, which the NPU does not run: {refusal}")
         return scheme.name
 
-    def chunk_lengths_or(self, wanted: Iterable[int] | None) -> list[int]:
-        """Return the chunk lengths to search. Raise ConfigError if the request differs from a fixed length."""
+    def chunk_lengths_or(self, wanted: Iterable[int | str] | None) -> list[Lengths]:
+        """Return the lengths of graphs to search. Raise ConfigError if the request differs from a fixed length."""
         if wanted is None:
-            return list(self.chunk_lengths or CHUNK_LENGTHS)
-        wanted = list(dict.fromkeys(wanted))
-        if self.chunk_lengths and (others := [n for n in wanted if n not in self.chunk_lengths]):
-            raise ConfigError(f"{self.reason}, not {others[0]}; omit the chunk length")
-        return wanted
+            return list(self.chunk_lengths) or [(length,) for length in CHUNK_LENGTHS]
+        found = [lengths_of(each) for each in dict.fromkeys(wanted)]
+        for each, lengths in zip(dict.fromkeys(wanted), found, strict=True):
+            if not lengths:
+                raise ConfigError(
+                    f"chunk_lengths: {each!r}, expected a whole number of at least 1, or several with commas between"
+                )
+            if self.is_measured:
+                is_known = lengths in self.chunk_lengths
+            else:
+                is_known = not self.chunk_lengths or {*lengths} <= {n for known in self.chunk_lengths for n in known}
+            if not is_known:
+                raise ConfigError(f"{self.reason}, not {graphs_text(lengths)}; omit the chunk length")
+        return found
+
+
+def _compiled_attention(compiled: Mapping[str, str | int]) -> str:
+    """Return the attention of an engine directory, as in `chunkrt.experiment`."""
+    sinks = f":sinks={compiled['npu_sinks']}" if "npu_sinks" in compiled else ""
+    return f"npu:{compiled['npu_window']}{sinks}"
 
 
 def _refused(plans: Mapping[str, Plan], scheme: Scheme) -> dict[str, str]:
@@ -773,7 +816,7 @@ def _distinct(choices: Iterable[Setup]) -> list[Setup]:
     for c in choices:
         first.setdefault(
             (
-                *(c.partition, c.attention, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules),
+                *(c.partition, c.attention, *c.lengths, c.times_ms, c.peak_memory_bytes, c.energy_joules),
                 *(repr(c.quantisation), c.mean_kl),
             ),
             c,

@@ -31,6 +31,7 @@ from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.messages import exchange_of
+from chunkrt.runtime.record import smallest_graph
 from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import SubgraphCost, twins
@@ -111,6 +112,24 @@ def cut(prompt_length: int, chunk_length: int) -> list[ChunkWork]:
     ]
 
 
+def rows_on_npu(
+    plan: Plan, subgraph: Subgraph, chunk: ChunkWork, graph_lengths: Sequence[int], chunk_length: int
+) -> int:
+    """Return the number of rows of the graph that runs a subgraph on a chunk, including padding."""
+    reads_tokens = any(plan.tensors[name].shape[0] == "T" for name in subgraph.inputs)
+    rows = chunk.num_tokens if reads_tokens else chunk.rows(subgraph)
+    return smallest_graph(rows, graph_lengths, chunk_length)
+
+
+def measured_rows(plan: Plan, subgraph: Subgraph, chunk: ChunkWork, graph_lengths: Sequence[int]) -> int:
+    """Return the number of rows to which a measured cost applies: with several graphs, the rows of the NPU's graph;
+    otherwise the rows of the chunk, to which a measurement with the one graph was fitted.
+    """
+    if subgraph.device != "npu" or not graph_lengths:
+        return chunk.rows(subgraph)
+    return rows_on_npu(plan, subgraph, chunk, graph_lengths, graph_lengths[-1])
+
+
 class MeasuredWork:
     """Durations of a measured profile.
 
@@ -119,12 +138,19 @@ class MeasuredWork:
         costs: costs of all subgraphs, by name.
         task_us: overhead between two tasks.
         chunks: chunks of the run, by number; more may be added.
+        graph_lengths: see `Pipeline.graph_lengths`.
     """
 
     def __init__(
-        self, plan: Plan, costs: Mapping[str, SubgraphCost], task_us: float, chunks: Sequence[ChunkWork]
+        self,
+        plan: Plan,
+        costs: Mapping[str, SubgraphCost],
+        task_us: float,
+        chunks: Sequence[ChunkWork],
+        graph_lengths: Sequence[int] = (),
     ) -> None:
         self._plan, self._costs, self._task_us, self._chunks = plan, costs, task_us, chunks
+        self._graph_lengths = graph_lengths
 
     def __call__(self, task: Task) -> Work:
         """Return the work of one task."""
@@ -134,8 +160,8 @@ class MeasuredWork:
         """Return the work of a subgraph on any chunk, even if the chunk is not part of the run."""
         subgraph = self._plan.subgraphs[index]
         cost = self._costs[subgraph.name]
-        pairs = chunk.pairs(subgraph.window)
-        us = self._task_us + cost.fixed_us + cost.row_us * chunk.rows(subgraph) + cost.pair_us * pairs
+        pairs, rows = chunk.pairs(subgraph.window), measured_rows(self._plan, subgraph, chunk, self._graph_lengths)
+        us = self._task_us + cost.fixed_us + cost.row_us * rows + cost.pair_us * pairs
         return Work(round(1000 * us), 0.0)
 
 
@@ -164,7 +190,8 @@ class ModelledWork:
     """Durations by the cost model of a device: for every node, a fixed time and the longer of the times of its bytes
     and operations.
 
-    An NPU's subgraphs are compiled for a complete chunk and always take the same time.
+    An NPU computes all rows of a graph, also those that are padding. It has graphs for a complete chunk and for shorter
+    lengths, and runs the smallest one that holds the rows.
 
     Args:
         plan: the decoder.
@@ -172,13 +199,21 @@ class ModelledWork:
         device: costs of operators.
         chunk_length: number of tokens of a chunk.
         chunks: chunks of the run, by number; more may be added.
+        graph_lengths: see `Pipeline.graph_lengths`.
     """
 
     def __init__(
-        self, plan: Plan, scheme: Scheme, device: DeviceProfile, *, chunk_length: int, chunks: Sequence[ChunkWork]
+        self,
+        plan: Plan,
+        scheme: Scheme,
+        device: DeviceProfile,
+        *,
+        chunk_length: int,
+        chunks: Sequence[ChunkWork],
+        graph_lengths: Sequence[int] = (),
     ) -> None:
         self._plan, self._scheme, self._device = plan, scheme, device
-        self._chunk_length, self._chunks = chunk_length, chunks
+        self._chunk_length, self._chunks, self._graph_lengths = chunk_length, chunks, graph_lengths
         self._known: dict[tuple[Any, ChunkWork], Work] = {}
 
     def __call__(self, task: Task) -> Work:
@@ -189,7 +224,8 @@ class ModelledWork:
         """Return the work of a subgraph on any chunk, even if the chunk is not part of the run."""
         subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
-            chunk = ChunkWork(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
+            rows = rows_on_npu(self._plan, subgraph, chunk, self._graph_lengths, self._chunk_length)
+            chunk = ChunkWork(num_tokens=rows, num_rows=rows, position=chunk.position)
         if not subgraph.all_state:
             chunk = ChunkWork(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
         key = self._alike[subgraph.name], chunk

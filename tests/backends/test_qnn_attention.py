@@ -17,6 +17,8 @@ from chunkrt.backends.qnn.executable import BoundBuffers
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS
 from chunkrt.errors import BackendError, ConfigError
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor, linear_weights
@@ -74,7 +76,8 @@ class OneAttention:
         rotary = rotary or dim
         self.heads, self.kv_heads, self.dim, self.rotary, self.window = heads, kv_heads, dim, rotary, window
         self.past, self.kept = past, kept
-        slots = past if window else capacity
+        symbol = "W" if window and kept is None else "P"
+        slots = past if symbol == "W" else capacity
         angles = np.outer(np.arange(capacity), 10000.0 ** (-np.arange(0, rotary, 2) / rotary))
         self.tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
         self.soft_cap, self.sinks = soft_cap, np.array(sinks or [-np.inf] * heads)
@@ -91,10 +94,7 @@ class OneAttention:
                 Tensor(name=name, dtype="float32", shape=table.shape, kind="weight")
                 for name, table in self.tables.items()
             ),
-            *(
-                Tensor(name=name, dtype="float32", shape=(kv_heads, "W" if window else "P", dim), kind="state")
-                for name in self.caches
-            ),
+            *(Tensor(name=name, dtype="float32", shape=(kv_heads, symbol, dim), kind="state") for name in self.caches),
         ]
         node = Node(
             name="attention",
@@ -166,7 +166,7 @@ class OneAttention:
         sees = place <= row
         if self.window:
             sees &= place > row - self.window
-        if self.kept is not None:
+        elif self.kept is not None:
             sees &= (place < self.kept) | (place > row - (self.past - self.kept))
         if self.soft_cap:
             scores = self.soft_cap * np.tanh(scores / self.soft_cap)
@@ -342,6 +342,27 @@ def test_window_slides_over_longer_histories(past, kept, tmp_path):
             one.check(executable, position, num_rows)
 
 
+@pytest.mark.parametrize("npu_window", [8, 64])
+def test_layer_sees_its_own_window_while_others_slide(npu_window, tmp_path):
+    """In Gemma 4, later layers read the cache of a layer with a window of 9, so that the cache holds all positions."""
+    options = EngineOptions(npu="qnn", attention="npu", npu_window=npu_window, npu_sinks=2)
+    plan = plan_checkpoint(checkpoint("gemma4"), {}).plan
+    (near,) = near_plans(plan, {}, options, plan.context_length)
+    nodes = {
+        node.name: node.attributes for s in near.plan.subgraphs for node in s.nodes if "past_slots" in node.attributes
+    }
+    whole = [name for name, attributes in nodes.items() if not attributes["window"]]
+    assert whole
+    assert all((nodes[name]["past_slots"], nodes[name]["kept_slots"]) == (npu_window, 2) for name in whole)
+    of_layer = nodes["model.layers.1.self_attn.attention"]
+    assert of_layer["window"] == 9
+    one = OneAttention(4, 2, 16, of_layer["past_slots"], window=9, kept=of_layer["kept_slots"])
+    executable = one.compile(tmp_path)
+    for position in (0, 7, 8, 9, 63, 64, 65, 300):
+        for num_rows in (1, 7, ROWS):
+            one.check(executable, position, num_rows)
+
+
 def test_only_new_history_enters_a_window_that_slides(tmp_path, monkeypatch):
     one = OneAttention(4, 2, 16, 64, kept=4)
     executable = one.compile(tmp_path)
@@ -444,7 +465,7 @@ def test_sliding_decoder_equals_float64(load, tmp_path, options, sinks):
     prompts = [tokens_of(96)[start:] for start in range(0, 96, 8)]
     record = functools.partial(calibrate, decoder.plan, decoder.load, model="same tokens", weights=digest)
     merge({str(len(prompt)): record(prompt) for prompt in prompts}).save(path)
-    options = {**options, "npu_window": "16,32", "npu_sinks": sinks, "calibration": path}
+    options = {**options, "npu_window": "16,32", "npu_sinks": sinks, "calibration": path, "decode_on": "npu"}
     with load("llama_gqa", attention="npu", **options) as engine:
         assert engine.loaded.scheduler.executors.prompts in engine.loaded.scheduler.executors.near
         found = tell(engine, 96, 0)
@@ -461,7 +482,7 @@ def test_sliding_decoder_equals_float64(load, tmp_path, options, sinks):
 
 def test_sliding_window_needs_no_other_contexts(load):
     """Masks are inputs, so the graphs of a window are the same whether it slides or not."""
-    given = {"attention": "npu", "npu_window": 32, "npu_graph": "layers=1"}
+    given = {"attention": "npu", "npu_window": 32, "npu_graph": "layers=1", "decode_on": "npu"}
     load("llama_gqa", **given).close()
     with load("llama_gqa", npu_sinks=4, **given) as engine:
         assert engine.loaded.npu_backend.num_compiled == 0
@@ -472,6 +493,35 @@ def test_layers_with_a_window_do_not_see_the_first_tokens(load, with_attention_o
     with load("mistral_window_5", attention="npu", npu_window=32, npu_sinks=4) as engine:
         found = tell(engine)
     assert relative_error(found, with_attention_on_the_cpu("mistral_window_5")) < LOGIT_TOLERANCE
+
+
+def test_windows_that_slide_need_decode_on_the_npu(load):
+    """The CPU would see all positions, so that a text would depend on the processor that decodes it."""
+    given = {"attention": "npu", "npu_window": 32, "npu_sinks": 4}
+    expected = (
+        "with `npu_sinks=4` prompts on the NPU see 32 positions, but tokens that the CPU decodes would see all; choose "
+        "`decode_on='npu'`, or omit `npu_sinks`"
+    )
+    for decode_on in ("cpu", "auto"):
+        with pytest.raises(ConfigError) as error:
+            load("llama_gqa", decode_on=decode_on, **given)
+        assert str(error.value) == expected
+    load("llama_gqa", context_length=32, **given).close()  # the window holds the context, so it does not slide
+    with load("llama_gqa", decode_on="npu", **given) as engine, engine.session() as session:
+        prompt = tokens_of(64)
+        session.prefill(prompt[:63])
+        decoded = session.prefill(prompt[63:]).logits  # a single token
+        whole = engine.session().prefill(prompt, logits="all").logits
+    assert relative_error(decoded, whole[-1:]) < LOGIT_TOLERANCE
+
+
+def test_layer_with_a_window_computes_the_same_as_on_the_cpu_while_it_slides(load, with_attention_on_the_cpu):
+    """Only this layer of Gemma 4 is on the NPU, whose window is shorter than the layer's."""
+    placement = {"model.layers.1.self_attn": "npu"}
+    with load("gemma4", placement=placement, npu_window=8, npu_sinks=2, decode_on="npu") as engine:
+        assert num_on_npu(engine.loaded.scheduler.executors.near[-1])
+        found = tell(engine)
+    assert relative_error(found, with_attention_on_the_cpu("gemma4")) < LOGIT_TOLERANCE
 
 
 def test_complete_decoder_is_one_graph(load):

@@ -193,3 +193,28 @@ def test_several_lengths_without_an_npu_are_reported(model, caplog):
     with load(model, npu="native", chunk_length="1,8") as engine:
         assert engine.chunk_length == 8
     assert "`chunk_length='1,8'` with several lengths has no effect, because the CPU serves as the NPU" in caplog.text
+
+
+SHARED = (
+    "with 8-bit activations (w8a8) graphs on the NPU have multiples of 32 rows: chunks of 1, 8, 32 tokens share a "
+    "graph of 32 rows; smaller graphs need a scheme with 16-bit activations"
+)
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if "share a graph" in record.getMessage()]
+
+
+def test_lengths_that_share_a_graph_with_8_bit_activations_are_reported_once(model, caplog, tmp_path):
+    checkpoint, calibration = model
+    with load(model, scheme="w8a8", chunk_length="1,8,32") as engine:
+        assert engine.loaded.scheduler.executors.prompts.pipeline.graph_lengths == ()
+    assert warnings_of(caplog) == [SHARED]
+    caplog.clear()
+    options = EngineOptions(npu="qnn", scheme="w8a8", calibration=calibration)
+    compile_engine(str(checkpoint), tmp_path / "sky", options, socs=["SM8650", "SM8750"], chunk_lengths=[1, 8, 32])
+    assert warnings_of(caplog) == [SHARED]
+    caplog.clear()
+    for scheme, lengths in [("w8a8", 32), ("w8a8", "32,64"), ("w8a16", "1,8,32")]:
+        load(model, scheme=scheme, chunk_length=lengths).close()
+    assert not warnings_of(caplog)

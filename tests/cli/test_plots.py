@@ -64,7 +64,7 @@ def test_bench_plot_of_parallel_is_over_sequences(command, drawn, tmp_path):
 
 def test_simulate_plot(command, readable, tmp_path):
     path = tmp_path / "a.svg"
-    finished = command("simulate", SHAPE, *DEVICE, "-p", "64,128", "--chunk", "32,64", "--plot", path)
+    finished = command("simulate", SHAPE, *DEVICE, "-p", "64,128", "--chunk", 32, "--chunk", 64, "--plot", path)
     assert (finished.status, finished.err) == (0, "")
     shown = words(path)
     assert {"chunk 32, look_ahead", "chunk 64, look_ahead", "prompt tokens", "tokens/s"} <= shown

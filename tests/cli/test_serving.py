@@ -40,7 +40,9 @@ def test_simulated_server_as_table_json_and_trace(command, tmp_path):
 
 
 def test_simulated_server_has_a_row_per_chunk_length_and_policy(command):
-    finished = command(*SERVER, *ASKED, "--chunk", "32,64", "--policy", "in_order,look_ahead", "--sessions", 2)
+    finished = command(
+        *SERVER, *ASKED, "--chunk", 32, "--chunk", 64, "--policy", "in_order,look_ahead", "--sessions", 2
+    )
     assert [line.split()[:2] for line in finished.out.splitlines()[3:-2]] == [
         ["32", "in_order"],
         ["32", "look_ahead"],
@@ -68,7 +70,7 @@ def test_simulated_server_has_a_row_per_chunk_length_and_policy(command):
         ((*ASKED, "--in-flight", 0), "0 chunks in flight, expected 1 to 256"),
         ((*ASKED, "--threads", 2), "omit the number of threads"),
         ((*ASKED, "--trace", "."), "it is a folder; name a file"),
-        ((*ASKED, "--trace", "a.json", "--chunk", "32,64"), "--trace needs one chunk length and one policy"),
+        ((*ASKED, "--trace", "a.json", "--chunk", 32, "--chunk", 64), "--trace needs one chunk length and one policy"),
     ],
 )
 def test_simulated_server_refuses_contradicting_options(command, options, message):

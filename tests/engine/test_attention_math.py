@@ -186,3 +186,24 @@ def test_bfloat16_attention_without_fast_products_is_a_warning(
     caplog.clear()
     with load(attention_math="auto"), load(attention_math="float32"):
         assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen2", "bfloat16"),
+        ("glm4_moe_lite", "bfloat16"),  # latent attention with biases: of the latent, and of the columns with RoPE
+        ("olmo2", "bfloat16"),  # biases in front of a norm of heads
+        ("deepseek_v2", "int8"),
+        ("qwen3", "int8"),
+    ],
+)
+def test_auto_has_no_int8_scores_if_biases_take_part_in_keys(
+    name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fastest(*, has_key_biases: bool) -> str:
+        return "bfloat16" if has_key_biases else "int8"
+
+    monkeypatch.setattr(model_options, "fastest_attention", fastest)
+    with chunkrt.load(checkpoint(name), npu="native", scheme="w8a8-dynamic", threads=1) as engine:
+        assert engine.attention_math == expected

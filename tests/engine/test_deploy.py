@@ -30,7 +30,7 @@ from chunkrt.checkpoints.source import weights_digest
 from chunkrt.cli import doctor
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine import deploy
+from chunkrt.engine import compile_workers, deploy
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.model_options import compiled_chunk_length
 from chunkrt.engine.options import EngineOptions
@@ -651,3 +651,50 @@ def test_second_compilation_into_one_folder_is_an_error(tmp_path, waiting):
         other.result()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in output.iterdir()] == ["engine.json"]
+
+
+def test_contexts_are_compiled_in_several_processes(tmp_path, monkeypatch):
+    """The parent compiles none, and the directory computes the same as one that was compiled in one process."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(compile_workers, "CONTEXTS_OF_A_WORKER", 1)
+    told, in_parent = [], []
+    make = backend.ContextFolder.make
+    monkeypatch.setattr(
+        backend.ContextFolder, "make", lambda folder, key, write: in_parent.append(key) or make(folder, key, write)
+    )
+    options = EngineOptions(npu="qnn", threads=2)
+    compile_engine(
+        str(CHECKPOINT),
+        tmp_path / "several",
+        options,
+        socs=["SM8650", "SM8750"],
+        chunk_lengths=[8],
+        progress=lambda *news: told.append(news),
+    )
+    assert not in_parent
+    assert [news for news in told if news[0] == "compiling for the NPU"] == [
+        ("compiling for the NPU", done, 2 * len(STATIC)) for done in range(1, 2 * len(STATIC) + 1)
+    ]
+    found, num_compiled = run(tmp_path / "several", soc="SM8750", chunk_length=8)
+    assert num_compiled == 0
+    shutil.rmtree(tmp_path / "home" / "contexts")
+    monkeypatch.setattr(compile_workers, "CONTEXTS_OF_A_WORKER", 100)
+    compile_engine(str(CHECKPOINT), tmp_path / "one", options, socs=["SM8650", "SM8750"], chunk_lengths=[8])
+    assert len(in_parent) == 2 * len(STATIC)
+    np.testing.assert_array_equal(found, run(tmp_path / "one", soc="SM8750", chunk_length=8)[0])
+
+
+def die(*_):
+    """Serve as the start of a worker process that is ended, for example for lack of memory."""
+    os._exit(1)
+
+
+def test_contexts_are_compiled_in_one_process_if_the_others_die(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(compile_workers, "CONTEXTS_OF_A_WORKER", 1)
+    monkeypatch.setattr(compile_workers, "_start", die)
+    options = EngineOptions(npu="qnn", threads=2)
+    compile_engine(str(CHECKPOINT), tmp_path / "out", options, socs=["SM8650"], chunk_lengths=[8])
+    expected = "a process that compiles contexts died; the others are compiled one after another"
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("workers")] == [expected]
+    assert run(tmp_path / "out", chunk_length=8)[1] == 0

@@ -10,7 +10,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import cut_shadowed, partition
 from chunkrt.graph.plan import ALONE, ATTENTION_OPS, Plan, Ranks
-from chunkrt.graph.rewrites import merged_on_cpu, without_key_biases
+from chunkrt.graph.rewrites import has_key_biases, merged_on_cpu, without_key_biases
 from chunkrt.runtime.state import State
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next", "qwen3_next_experts")
@@ -100,3 +100,13 @@ def test_states_with_and_without_biases_are_incompatible(tmp_path: Path) -> None
         ModelError, match="its keys were not cached before RoPE and without their biases, unlike those of"
     ):
         State(without_key_biases(plan), 8, "int8").load(tmp_path / "with")
+
+
+@pytest.mark.parametrize("name", [*BIASED, "glm4_moe_lite", "glm4_moe", "olmo2", "lfm3_bare"])
+def test_biases_of_keys_are_found_also_behind_latents_and_norms(name: str) -> None:
+    assert has_key_biases(plan_of(name))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "gemma4"])
+def test_weights_outside_of_attention_are_no_biases_of_keys(name: str) -> None:
+    assert not has_key_biases(plan_of(name))

@@ -286,7 +286,7 @@ def test_the_command_refuses_an_engine_with_outputs_in_float(command):
         (("--soc", "SM8650", "--context", 10**6), "--context is 1000000, but the model takes at most "),
         (("--soc", "SM8650", "--context", 8), "--chunk is 32, longer than the context of 8"),
         (("--soc", "SM8650", "--context", 0), "--context is 0, expected at least 1"),
-        (("--soc", "SM8650", "--chunk", 0), "--chunk is 0, expected numbers of tokens, at least 1"),
+        (("--soc", "SM8650", "--chunk", 0), "--chunk is '0', expected numbers of tokens, at least 1"),
         (("--soc", "SM8650", "--chunk", 10**6), "--chunk is 1000000, longer than the context of "),
         (("--soc", "SM8650", "--ram", 0), "--ram is 0, expected a number of GB above 0"),
         (("--soc", "SM8650", "--ram", "nan"), "--ram is nan, expected a number of GB above 0"),

@@ -204,12 +204,12 @@ def test_the_search_is_as_good_as_brute_force(seed: int, tmp_path: Path, monkeyp
             assert joules is not None
             exponents = {"time": (1, 0.1), "energy": (0, 1), "edp": (1, 1), "p95": (1, 0)}[objective]
             costs.append(times[0] ** exponents[0] * joules ** exponents[1])
-    result = search.search("cpu", chunk)
+    result = search.search("cpu", (chunk,))
     assert len(costs) >= 256
     assert result.num_simulated <= 100
     assert not result.is_exact
     assert result.cost <= 1.02 * min(costs)
-    assert search.bound("cpu", chunk) <= min(costs) * 1.0001
+    assert search.bound("cpu", (chunk,)) <= min(costs) * 1.0001
 
 
 def test_the_exact_search_finds_the_best_partition(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_exact_search_finds_the_best_partition(tmp_path: Path) -> None:
     search = PartitionSearch(plan, W8A16, device, [90], "p95")
     allowed = [labels for labels in every_placement([*search.cuts.labels]) if search.cuts.allows(labels)]
     times = [run(search.cuts.plan_of(labels), device, 90, 32).time_to_first_token_ms for labels in allowed]
-    found = search.search("cpu", 32)
+    found = search.search("cpu", (32,))
     assert found.is_exact
     assert found.cost == min(times)
     assert found.num_simulated < len(times) / 2
@@ -233,7 +233,7 @@ def test_linears_of_every_kind_of_layer_move(family: str, tmp_path: Path) -> Non
     device = replace(device, npu=replace(device.npu, operators=slow))
     plan = plan_at(folder)
     search = PartitionSearch(plan, W8A16, device, [128], "time")
-    found = search.search("cpu", 32)
+    found = search.search("cpu", (32,))
     placed = plan_at(folder, found.placement)
     linears = [n.name for s in placed.subgraphs if s.device == "cpu" for n in s.nodes if n.op == "MatMul"]
     kinds = {"qwen3_5": ("linear_attn", "self_attn", "mlp"), "lfm2": ("conv", "self_attn", "feed_forward")}[family]
@@ -243,7 +243,7 @@ def test_linears_of_every_kind_of_layer_move(family: str, tmp_path: Path) -> Non
     best = run(placed, device, 128, 32)
     assert best.time_to_first_token_ms < 0.95 * rule.time_to_first_token_ms
     assert found.cost == pytest.approx(best.time_to_first_token_ms * (best.energy_joules or 0.0) ** 0.1)
-    assert search.bound("cpu", 32) <= found.cost
+    assert search.bound("cpu", (32,)) <= found.cost
 
 
 def test_bound_with_attention_on_the_npu_is_below_every_partition() -> None:
@@ -261,7 +261,7 @@ def test_bound_with_attention_on_the_npu_is_below_every_partition() -> None:
         except ConfigError:  # the CPU computes a neighbour of the attention
             continue
         times.append(run(placed, device, 200, 32, near=near).time_to_first_token_ms)
-    bound = search.bound("npu:128", 32)
+    bound = search.bound("npu:128", (32,))
     assert len(times) > 5
     assert bound <= min(times)
     assert bound > 0.3 * min(times)
@@ -290,7 +290,7 @@ def test_p95_is_that_of_the_mix() -> None:
     plan, device = SMALL_SHAPE.plan(), profile("sd8gen3")
     objective: Objective = "p95"
     one, two = (
-        PartitionSearch(plan, W8A16, device, [32] * (20 - long) + [256] * long, objective).bound("cpu", 32)
+        PartitionSearch(plan, W8A16, device, [32] * (20 - long) + [256] * long, objective).bound("cpu", (32,))
         for long in (1, 2)
     )
     assert one < 0.6 * two
@@ -300,7 +300,7 @@ def test_a_found_placement_is_compiled_and_simulated_as_predicted(command, tmp_p
     model = str(checkpoint("llama_biased_gguf"))
     device = random_device(Random(3))
     search = PartitionSearch(plan_at(model), W8A16, device, [100], "p95")
-    found = search.search("cpu", 32)
+    found = search.search("cpu", (32,))
     path, folder = tmp_path / "place.toml", tmp_path / "engine"
     path.write_text("".join(f'"{pattern}" = "{device}"\n' for pattern, device in found.placement.items()))
     assert found.placement

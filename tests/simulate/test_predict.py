@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends import PLUGINS
 
-BENCH = Path(__file__).parents[2] / "bench"
 GGUF = str(checkpoint("llama_biased_gguf"))
-
-
-@pytest.fixture
-def fake_npu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the fake NPU, which is available as `npu="fake"`."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setattr(PLUGINS, "plugins", PLUGINS.plugins)  # restored after the test
-    import fake_npu
-
-    fake_npu.register()
-    return fake_npu
 
 
 def test_the_fake_npu_computes_the_logits_of_the_native_backend(fake_npu: ModuleType) -> None:
     found = {}
-    for npu in ("native", fake_npu.NAME):
+    for npu in ("native", fake_npu.NAME, fake_npu.SEVERAL):
         options = {"npu": npu, "chunk_length": 8, "threads": 1, "attention_math": "float32"}
         with chunkrt.load(GGUF, **options) as engine, engine.session() as session:
             found[npu] = session.prefill(list(range(3, 24))).logits
             assert engine.loaded.npu_backend.name == npu
     assert (found["native"] == found[fake_npu.NAME]).all()
+    assert (found["native"] == found[fake_npu.SEVERAL]).all()
 
 
 def test_every_case_is_measured_and_predicted(fake_npu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,12 +290,15 @@ def run_cli(*arguments: str) -> list[dict]:
 
 
 def test_the_command_prints_a_row_for_every_case() -> None:
-    rows = run_cli("gemma-2b", "--device", "sd8gen3", "-p", "64,128", "--chunk", "32,64", "--policy", "all")
+    rows = run_cli(
+        "gemma-2b", "--device", "sd8gen3", "-p", "64,128", "--chunk", "32", "--chunk", "64", "--policy", "all"
+    )
     assert len(rows) == 2 * 2 * len(POLICIES)
     assert set(rows[0]) == {
         "model", "origin", "device", "scheme", "policy", "prompt_length", "chunk_length", "chunks_in_flight",
         "time_to_first_token_ms", "tokens_per_s", "makespan_ms", "processors", "npu_busy", "cpu_busy", "overlap",
-        "link", "peak_memory_bytes", "energy_joules", "interval", "joules", "ms_by_parameter",
+        "link", "peak_memory_bytes", "energy_joules", "interval", "joules", "ms_by_parameter", "graph_lengths",
+        "contexts", "padding",
     }  # fmt: skip
     assert set(rows[0]["processors"]) == {"npu", "cpu"}
     assert set(rows[0]["processors"]["npu"]) == {"busy", "idle"}

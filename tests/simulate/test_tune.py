@@ -581,7 +581,7 @@ def test_bad_input_is_one_clear_line(options: dict[str, object], message: str) -
 
 def test_the_command_prints_a_table_and_writes_a_file_that_runs(command, tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
-    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "100", "--chunk", "32,64", "-o", path)
+    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "100", "--chunk", 32, "--chunk", 64, "-o", path)
     assert finished.status == 0, finished.err
     assert finished.out.count("chosen") == 1 + finished.out.splitlines()[0].count("chosen")
     assert "default" in finished.out

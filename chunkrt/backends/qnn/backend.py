@@ -16,7 +16,7 @@ from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, ordinary_
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
 from chunkrt.backends.qnn.executable import Context, ContextSlot, OpenContext, QnnExecutable, Shapes, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
-from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
+from chunkrt.backends.qnn.htp_support import distinct_graphs, graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.timed_calls import DEVICE_LIMIT_S, EMULATOR_LIMIT_S
@@ -137,8 +137,8 @@ class QnnBackend:
 
     def graph_lengths(self, chunk_length: int, scheme: Scheme) -> tuple[int, ...]:
         """See `SeveralGraphsBackend`. Of lengths whose graphs have the same number of rows, the longest counts."""
-        lengths = sorted(length for length in {*self._shorter_lengths, chunk_length} if length <= chunk_length)
-        return tuple({graph_rows(length, scheme): length for length in lengths}.values())
+        lengths = {*self._shorter_lengths, chunk_length}
+        return distinct_graphs([length for length in lengths if length <= chunk_length], scheme)
 
     def restore(self) -> None:
         """Close all contexts, open them again from their files, and run each once. Requires that no call is made in the
@@ -237,6 +237,10 @@ class QnnBackend:
             raise self._unwritable(subgraph, error) from error
         except Exception as error:  # an exception of ONNX Runtime
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
+
+    def has(self, key: str) -> bool:
+        """Return True if a context exists, also as a difference, even if it is damaged."""
+        return any(folder.has(key) for folder in (self._compiled, self._contexts) if folder)
 
     def _unwritable(self, subgraph: Subgraph, error: OSError) -> CompileError:
         return CompileError(

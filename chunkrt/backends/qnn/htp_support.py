@@ -8,6 +8,8 @@ step of its output's grid. On v69 the result additionally deviates by up to 1/10
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from chunkrt.backends.base import Support
 from chunkrt.backends.registry import qualified
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph
@@ -48,6 +50,13 @@ def graph_rows(chunk_length: int, scheme: Scheme) -> int:
             if chunk_length <= rows:
                 return rows
     return -(-chunk_length // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def distinct_graphs(lengths: Collection[int], scheme: Scheme) -> tuple[int, ...]:
+    """Return the chunk lengths that have separate graphs, shortest first. Of lengths whose graphs have the same number
+    of rows, the longest counts.
+    """
+    return tuple({graph_rows(length, scheme): length for length in sorted(lengths)}.values())
 
 
 def npu_support(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:

@@ -1,0 +1,164 @@
+"""Compilation of NPU contexts in several processes.
+
+Qualcomm's compiler uses one core, and calls from several threads of a process wait for each other. So each worker is a
+process, which compiles contexts into the folder that all processes share.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import cached_property
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+import psutil
+
+from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.engine.capability import plan_to_run
+from chunkrt.engine.model_options import choose_context_length
+from chunkrt.engine.npu_attention import npu_plans
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.roles import contexts_folder
+from chunkrt.engine_directory.manifest import CONTEXTS, open_weights, read_manifest
+from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.runtime.policy import DEFAULT_POLICY
+
+CONTEXTS_OF_A_WORKER = 8
+"""Number of contexts of a small decoder's layers that take as long to compile as a process takes to start."""
+
+WORKER_BYTES, BYTES_PER_WEIGHT = 600 * 2**20, 8
+"""Memory of a worker: a constant, and a part for each byte of the largest graph's weights. One graph of SmolLM2-135M's
+layers, with 107 MB of weights, takes 1.2 GB."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One context: a subgraph of the plan with a reach, for a SoC and a chunk length."""
+
+    soc: str
+    chunk_length: int
+    reach: int
+    subgraph: str
+
+
+class Contexts:
+    """The NPU's contexts of an engine directory, and the backends that compile them.
+
+    Args:
+        engine: the directory.
+        options: those of the compilation, with the attention of the directory.
+
+    Attributes:
+        plan: the plan for the longest histories with attention on the CPU.
+        context_length: number of positions.
+
+    Raises:
+        ConfigError, PartitionError: see `plan_to_run` and `choose_context_length`.
+    """
+
+    def __init__(self, engine: Path, options: EngineOptions) -> None:
+        self.engine, self.options = engine, options
+        manifest = read_manifest(engine)
+        plan = plan_to_run(engine, manifest, options)
+        self.context_length = choose_context_length(plan, options)
+        self.plan = plan.within(self.context_length)
+        self.weights = open_weights(engine).with_tables(self.plan)
+        self.scheme, self._placement = manifest.scheme, manifest.placement
+        self._backends: dict[str, QnnBackend] = {}
+
+    @cached_property
+    def plans(self) -> dict[int, Plan]:
+        """See `npu_plans`, also for the errors."""
+        return npu_plans(self.plan, self._placement, self.options, self.context_length)
+
+    def backend(self, soc: str) -> QnnBackend:
+        """Return the backend of a SoC."""
+        if soc not in self._backends:
+            self._backends[soc] = QnnBackend(
+                find_soc(soc), contexts=contexts_folder(), compiled=self.engine / CONTEXTS, options=self.options.htp
+            )
+        return self._backends[soc]
+
+    def prepare(self, job: Job) -> Path:
+        """Return the folder of a context, compiling it if necessary. Raises as `QnnBackend.prepare`."""
+        subgraph, plan = self._parts(job)
+        backend = self.backend(job.soc)
+        return backend.prepare(subgraph, plan, job.chunk_length, self.scheme, self.weights).parent
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs whose contexts do not exist, one for each context."""
+        found: dict[str, Job] = {}
+        for job in jobs:
+            backend, (subgraph, plan) = self.backend(job.soc), self._parts(job)
+            key = backend.key(subgraph, plan, job.chunk_length, self.scheme, self.weights)
+            if not backend.has(key):
+                found.setdefault(key, job)
+        return list(found.values())
+
+    def most_weight_bytes(self, jobs: Sequence[Job]) -> int:
+        """Return the largest size of the weights of a context."""
+        names = {(job.reach, job.subgraph): self._parts(job)[0].weights for job in jobs}
+        sizes = {name: self.plan.tensors[name].num_bytes() // 4 for of_one in names.values() for name in of_one}
+        return max(sum(sizes[name] for name in of_one) for of_one in names.values())
+
+    def _parts(self, job: Job) -> tuple[Subgraph, Plan]:
+        plan = self.plans[job.reach]
+        return next(subgraph for subgraph in plan.subgraphs if subgraph.name == job.subgraph), plan
+
+
+def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callable[[int, int], None]) -> None:
+    """Compile missing contexts in several processes, if there are enough for each process, and enough memory.
+
+    Contexts that a worker could not compile remain missing: the caller compiles them, and raises the error.
+
+    Args:
+        progress: function that is called with the number of compiled contexts, and the number of missing ones.
+    """
+    missing = contexts.missing(jobs)
+    if (workers := _num_workers(contexts, missing)) < 2:
+        return
+    others = set(active_children())
+    options = replace(contexts.options, policy=DEFAULT_POLICY)  # an object may not be picklable
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start, (contexts.engine, options)) as pool:
+        try:
+            futures = [pool.submit(_compile, job) for job in missing]
+            for done, future in enumerate(as_completed(futures), 1):
+                if isinstance(future.exception(), BrokenProcessPool):
+                    log.warning("a process that compiles contexts died; the others are compiled one after another")
+                    return
+                progress(done, len(missing))
+        except BaseException:
+            for process in set(active_children()) - others:
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _num_workers(contexts: Contexts, missing: Sequence[Job]) -> int:
+    if len(missing) < 2 * CONTEXTS_OF_A_WORKER:
+        return 1
+    each = WORKER_BYTES + BYTES_PER_WEIGHT * contexts.most_weight_bytes(missing)
+    fitting = psutil.virtual_memory().available // 2 // each
+    return min(contexts.options.num_threads, len(missing) // CONTEXTS_OF_A_WORKER, fitting)
+
+
+_contexts: Contexts
+"""The contexts of this worker process; set when the process starts."""
+
+
+def _start(engine: Path, options: EngineOptions) -> None:
+    global _contexts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
+    logging.disable(logging.CRITICAL)  # the parent logs the same
+    _contexts = Contexts(engine, options)
+
+
+def _compile(job: Job) -> None:
+    _contexts.prepare(job)
