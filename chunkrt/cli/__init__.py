@@ -143,7 +143,8 @@ def main() -> None:
     except MemoryError as error:
         _report(f"out of memory ({error or 'an allocation failed'})", is_verbose, 1)
     except OSError as error:
-        if error.filename is None and error.errno == _WINDOWS_BROKEN_PIPE and _stdout_fails():
+        is_broken = sys.platform == "win32" and error.errno == _WINDOWS_BROKEN_PIPE and error.filename is None
+        if is_broken and _stdout_fails():
             _give_up_output()
             sys.exit(1)
         if error.filename is None and error.errno in _OUTPUT_IS_LOST:
@@ -163,9 +164,9 @@ _WINDOWS_BROKEN_PIPE = errno.EINVAL
 
 
 def _stdout_fails() -> bool:
-    """Return True if output that is not written yet cannot be written."""
+    """Return True if nothing more can be written. A new line shows it; one after incomplete output does no harm."""
     try:
-        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
     except OSError:
         return True
     return False
