@@ -183,6 +183,7 @@ def test_calibrate_shares_the_tokens_among_files(command, chat_folder, tmp_path)
     ]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("kind", ["text", "chats", "ids"])
 def test_calibrate_reads_no_more_of_a_file_than_it_needs(command, chat_folder, tmp_path, kind):
     """The file is a pipe that would supply 2^25 characters."""
