@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -32,9 +33,15 @@ def cause_of(error: Exception) -> str:
     code: int | None = getattr(error, "winerror", None)
     if code in _FILE_IN_USE:
         return "a program uses the file; close it first"
+    if sys.platform == "win32" and not code and isinstance(error, PermissionError) and _is_folder(error.filename):
+        return os.strerror(errno.EISDIR)  # the reason why `open` refuses a folder
     if code and error.errno not in (None, errno.EINVAL):  # EINVAL represents all errors without a counterpart
         return os.strerror(error.errno)
     return error.strerror or str(error)
+
+
+def _is_folder(name: object) -> bool:
+    return isinstance(name, str) and os.path.isdir(name)  # noqa: PTH112, as in `cause_in_file`
 
 
 def cause_in_file(error: Exception) -> str:

@@ -27,10 +27,8 @@ class ShownProgress:
     """
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True)
-        self._draws = self._console.is_terminal or self._console.is_jupyter
+        is_open = sys.stderr is not None and not sys.stderr.closed
+        self._draws = "ipykernel" in sys.modules or (is_open and sys.stderr.isatty())
         self._bars: Bars | None = None
         self._what = ""
         self._begin = self._told = 0.0
@@ -66,12 +64,13 @@ class ShownProgress:
         if now - self._begin < SHOWN_AFTER_SECONDS and self._bars is None:
             return
         if self._bars is None:
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bars
 
             pace = TextColumn("{task.fields[pace]}")
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), pace)
-            self._bars = Bars(*columns, console=self._console, transient=True)
+            self._bars = Bars(*columns, console=Console(stderr=True), transient=True)
             self._bars.add_task(self._what, total=total, pace="")
             self._bars.start()
         (task,) = self._bars.task_ids

@@ -25,6 +25,13 @@ def test_cause_of_errors_of_windows_has_the_words_of_other_systems(code, number)
     assert cause_of(windows_error(number, code)) == os.strerror(number)
 
 
+def test_cause_of_a_folder_that_is_opened_on_windows_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.platform", "win32")
+    (tmp_path / "file").touch()
+    for name, number in ((tmp_path, errno.EISDIR), (tmp_path / "file", errno.EACCES)):
+        assert cause_of(PermissionError(errno.EACCES, "Permission denied", str(name))) == os.strerror(number)
+
+
 def test_cause_of_an_error_without_counterpart_is_the_text_of_the_system():
     assert cause_of(windows_error(errno.EINVAL, 4390)) == "Der Prozess kann nicht auf die Datei zugreifen"
 

@@ -51,6 +51,7 @@ def test_progress_in_a_terminal_shows_a_bar_and_removes_it(clock, monkeypatch):
     monkeypatch.setattr(
         "rich.console.Console", lambda **_: real(file=screen, force_terminal=True, width=80, legacy_windows=False)
     )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with ShownProgress() as progress:
         progress("prefill", 0, 1000)
         clock[0] += 0.5

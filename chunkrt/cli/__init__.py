@@ -143,6 +143,10 @@ def main() -> None:
     except MemoryError as error:
         _report(f"out of memory ({error or 'an allocation failed'})", is_verbose, 1)
     except OSError as error:
+        is_broken = sys.platform == "win32" and error.errno == _WINDOWS_BROKEN_PIPE and error.filename is None
+        if is_broken and _stdout_fails():
+            _give_up_output()
+            sys.exit(1)
         if error.filename is None and error.errno in _OUTPUT_IS_LOST:
             _give_up_output()
             _report(f"cannot write to standard output: {cause_of(error)}", is_verbose, 1)
@@ -154,6 +158,18 @@ def main() -> None:
 
 
 _OUTPUT_IS_LOST = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
+
+_WINDOWS_BROKEN_PIPE = errno.EINVAL
+"""Error of a write to a pipe without a reader on Windows, which stands for other errors too."""
+
+
+def _stdout_fails() -> bool:
+    """Return True if nothing more can be written. A new line shows it; one after incomplete output does no harm."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _give_up_output() -> None:

@@ -102,9 +102,9 @@ class Generation:
         self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
         missing = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         ends, ignored = self._text.end_ids, self._text.end_ids - self._text.stop_ids if ignore_eos else ()
-        self._excluded_before = np.union1d(missing, np.array(list(ends), np.int64))
+        self._excluded_before = np.concatenate((missing, np.array(list(ends), np.int64)))
         """Tokens that cannot be one of the first `min_new_tokens`, int64 [n]."""
-        self._excluded = np.union1d(missing, np.array(list(ignored), np.int64))
+        self._excluded = np.concatenate((missing, np.array(list(ignored), np.int64)))
         """Tokens that cannot be drawn after these, int64 [n]."""
         self._masked: NDArray[np.float32] | None = None
         """Memory for logits of which some are excluded, which is reused because new pages take longer than the copy."""

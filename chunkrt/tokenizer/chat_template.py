@@ -19,8 +19,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import psutil
-
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import template_process
 from chunkrt.tokenizer.chat_prompt import NO_CONTROL_TOKENS, ChatPrompt, ControlTokens
@@ -198,12 +196,18 @@ class _Watch:
         while not self._ended.wait(step):
             if monotonic() >= deadline:
                 return self._kill(f"rendering takes more than {self._seconds:g} seconds")
-            if sys.platform == "win32" and psutil.Process(self._process.pid).memory_info().rss > self._memory_bytes:
+            if sys.platform == "win32" and _resident_bytes(self._process.pid) > self._memory_bytes:
                 return self._kill("rendering takes too much memory")
 
     def _kill(self, reason: str) -> None:
         self.reason = reason
         self._process.kill()
+
+
+def _resident_bytes(process_id: int) -> int:
+    import psutil
+
+    return int(psutil.Process(process_id).memory_info().rss)
 
 
 def _memory_for(num_bytes: int) -> int:

@@ -139,7 +139,7 @@ def test_calibration_on_ids_compiles_a_model_without_a_tokenizer(command, tmp_pa
 def chat_folder(tmp_path):
     """A folder with a tokenizer, and a chat template that writes one letter for each role."""
     folder = shutil.copytree(FOLDER, tmp_path / "chat")
-    (folder / "tokenizer.json").write_text(Tokenizer.from_source(open_checkpoint(GGUF)).to_json())
+    (folder / "tokenizer.json").write_text(Tokenizer.from_source(open_checkpoint(GGUF)).to_json(), "utf-8")
     refusal = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
     template = f"{{% for m in messages %}}{refusal}{{{{ m.role[0] }}}}:{{{{ m.content }}}};{{% endfor %}}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -183,6 +183,7 @@ def test_calibrate_shares_the_tokens_among_files(command, chat_folder, tmp_path)
     ]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("kind", ["text", "chats", "ids"])
 def test_calibrate_reads_no_more_of_a_file_than_it_needs(command, chat_folder, tmp_path, kind):
     """The file is a pipe that would supply 2^25 characters."""

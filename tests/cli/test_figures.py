@@ -318,7 +318,7 @@ def test_models_lists_the_catalogue_as_text_and_json(command):
 def test_models_lists_a_pulled_model(command, tmp_path, monkeypatch):
     (tmp_path / "toy.toml").write_text(
         'family = "llama"\nscheme = "float"\ncontext_length = 128\nlicence = "none"\n'
-        f'[source]\nkind = "path"\npath = "{GGUF}"\n'
+        f"[source]\nkind = \"path\"\npath = '{GGUF}'\n"
     )
     monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
     known = {model["name"]: model for model in json.loads(command("models", "--json").out)}

@@ -187,7 +187,8 @@ def executor_of(source, communicator, scheme, folder, backend_name):
     ranks = ranks_of(communicator)
     decoder = build_decoder(source, ranks)
     planned = Planned(source=source, decoder=decoder, plan=partition(trace(decoder), family="llama"))
-    scheme, path = settle(planned, scheme), folder / f"{ranks.rank}-{ranks.size}"
+    path = folder / f"{scheme.name}-{ranks.rank}-{ranks.size}"  # Windows does not replace a mapped file
+    scheme = settle(planned, scheme)
     write_weights(
         planned.plan, scheme, planned.load, path, load_rotary=planned.load_rotary, load_blocks=planned.load_blocks
     )

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from windows_python import PLACE, SOURCE, python_for_windows
 from windows_wheels import build
@@ -36,6 +38,8 @@ SHORT = (
     "tests/test_files.py",
 )
 SECONDS_PER_TEST = 300
+SECONDS_FOR_OUTPUT = 10
+"""Time for the output that is left when a program has ended."""
 SERVER_TOO = {"WINEPREFIX": str(PREFIX), "WINEDEBUG": "-all", "WINEARCH": "win64", "DISPLAY": ""}
 
 
@@ -125,7 +129,11 @@ def windows_path(path: Path) -> str:
 
 
 def run_in_wine(wine: str, *command: str, check: bool = True) -> int:
-    """Run a program of Windows, and print its output. Python starts in Wine only if its files are pipes."""
+    """Run a program of Windows, and print its output. Python starts in Wine only if its files are pipes.
+
+    Wine's explorer, which a program starts if it asks for a desktop, inherits the pipe and survives the program. So the
+    output ends with the program, not with the pipe.
+    """
     environment = (
         os.environ
         | SERVER_TOO
@@ -148,12 +156,18 @@ def run_in_wine(wine: str, *command: str, check: bool = True) -> int:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    for line in process.stdout:
-        print(line, end="", flush=True)
+    reader = threading.Thread(target=print_lines, args=(process.stdout,), daemon=True)
+    reader.start()
     status = process.wait()
+    reader.join(SECONDS_FOR_OUTPUT)
     if check and status != 0:
         sys.exit(f"test-windows: status {status}: {shlex.join(command)}")
     return status
+
+
+def print_lines(lines: IO[str]) -> None:
+    for line in lines:
+        print(line, end="", flush=True)
 
 
 def print_counts(results: Path) -> None:

@@ -3,6 +3,7 @@
 import functools
 import ssl
 
+import httpx
 import openai
 import pytest
 from chat_model import write_chat_model
@@ -16,6 +17,15 @@ def certificates():
     """Share one HTTPS context between all clients, because each would read all certificates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience():
+    """Wait a minute for each answer: 5 s, which is httpx's own limit, may pass on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "post", "stream"):
+            patch.setattr(httpx, name, functools.partial(getattr(httpx, name), timeout=60))
         yield
 
 

@@ -9,7 +9,6 @@ this process and not the kernel's netem, which many kernels lack.
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import os
 import random
@@ -99,6 +98,8 @@ def hosts(
     """Make hosts, and yield the beginning of a command that runs another command on one rank on each host, and the
     switch between the hosts.
     """
+    import fcntl  # Windows has none
+
     prefix = f"crt{os.getpid()}h"
     names = [f"{prefix}{index}" for index in range(1, number + 1)]
     devices: list[int] = []

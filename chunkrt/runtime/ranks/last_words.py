@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from threading import Lock
 
-import psutil
-
 KILLED = "chunkrt: rank 0 was killed, as happens when another rank ends or rank 0 falls silent; start all ranks again"
 _SHELL = f"""
 words="{KILLED}"
@@ -74,6 +72,8 @@ def _one_line(words: str) -> str:
 @contextmanager
 def _launcher_stderr() -> Iterator[int | None]:
     """Open the stderr of the mpiexec that started this process again; yield None if that is not possible."""
+    import psutil
+
     opened = None
     with contextlib.suppress(OSError, psutil.Error):
         parents = psutil.Process().parents()
