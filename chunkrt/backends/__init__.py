@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
 
 @dataclass(frozen=True)
 class _Checked:
-    """A method of a plug-in's backend, whose errors name the method and the plug-in."""
+    """A method of a plug-in's backend, or of its executables, whose errors name the method and the plug-in."""
 
     plugin: str
     name: str
@@ -119,6 +120,9 @@ class _Checked:
                 f"{self.name} of the {self.plugin} returned {found!r:.80}, expected an object like "
                 f"chunkrt.backends.{self.kind.__name__}; repair it or choose another backend"
             )
+        if self.kind is Executable and not isinstance(found.run, _Checked):
+            with suppress(AttributeError):  # an object with slots
+                object.__setattr__(found, "run", _Checked(self.plugin, "run", found.run, object))
         return found
 
 

@@ -244,6 +244,8 @@ def test_tokens_and_back(served, engine):
         ({"stop": [""]}, "stop", "empty"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "-100, 100"),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias", "not a whole number"),
+        ({"logit_bias": {"\u0665": 1}}, "logit_bias", "not a whole number"),
         ({"prompt": []}, "prompt", "expected 1 to 2048"),
         ({"prompt": ["a"] * 2049}, "prompt", "expected 1 to 2048"),
         ({"prompt": [[1.5]]}, "prompt", "token ids"),
