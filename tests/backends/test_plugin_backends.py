@@ -60,7 +60,9 @@ def test_mistake_in_a_method(load, name, method, message):
 def test_mistake_in_run_of_an_executable(load):
     with (
         load(compile=lambda *_: SimpleNamespace(fixed_length=None, run=fail)) as engine,
-        pytest.raises(BackendError, match=rf"^subgraph \S+ failed on chunk 0: run {PLUGIN} failed: ZeroDivisionError: a m"),
+        pytest.raises(
+            BackendError, match=rf"^subgraph \S+ failed on chunk 0: run {PLUGIN} failed: ZeroDivisionError: a m"
+        ),
     ):
         engine.session().prefill([1, 2, 3])
 
