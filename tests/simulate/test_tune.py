@@ -158,7 +158,7 @@ def test_much_energy_is_not_paid_for_little_time() -> None:
     """A choice that saves 2 % of the time for 44 % more energy costs more; one that saves 10 % for 44 % costs less."""
     options = {"partition": "natural", "placement": {}, "attention": "cpu", "chunk_length": 32, "policy": "in_order"}
     options |= {"chunks_in_flight": None, "times_ms": (100.0,), "p95_ms": 100.0, "peak_memory_bytes": 1}
-    options |= {"quantisation": {"scheme": "w8a16"}, "num_shadows": 0, "mean_kl": None}
+    options |= {"quantisation": {"scheme": "w8a16"}, "num_shadows": 0, "mean_kl": None, "graphs": ""}
     usual = Setup(**options, time_ms=100.0, energy_joules=1.0)
     wasteful = replace(usual, times_ms=(98.0,), energy_joules=1.44)
     fast = replace(usual, times_ms=(90.0,), energy_joules=1.44)
