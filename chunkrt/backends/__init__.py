@@ -120,7 +120,7 @@ class _Checked:
                 f"{self.name} of the {self.plugin} returned {found!r:.80}, expected an object like "
                 f"chunkrt.backends.{self.kind.__name__}; repair it or choose another backend"
             )
-        if self.kind is Executable and not isinstance(found.run, _Checked):
+        if self.kind is Executable and isinstance(found, Executable) and not isinstance(found.run, _Checked):
             with suppress(AttributeError):  # an object with slots
                 object.__setattr__(found, "run", _Checked(self.plugin, "run", found.run, object))
         return found
