@@ -35,12 +35,12 @@ class FakeNpu(NativeBackend):
         rows_run: number of rows of each call, including padding, if there are several lengths.
     """
 
-    name = NAME
     concurrency: int | None = 1
     cache_dtypes: tuple[str, ...] = ()
 
     def __init__(self, shorter: tuple[int, ...] = ()) -> None:
         super().__init__(threads=1)
+        self.name = SEVERAL if shorter else NAME
         self._shorter = shorter
         self.rows_run: list[int] = []
 

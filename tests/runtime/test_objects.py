@@ -95,7 +95,7 @@ def test_experiment_names_devices_and_schemes_as_the_caller_did(tmp_path):
     assert [row.scheme for row in rows] == ["w8a16"] * 3
     again = chunkrt.experiment(GGUF, policies=["in_order"], output=tmp_path / "rows.jsonl", **grid)
     assert again == rows
-    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])["format"] == 2
+    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])["format"] == 3
 
 
 class Nameless:

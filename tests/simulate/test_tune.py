@@ -658,7 +658,7 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["-p", "x.txt"], "-p is 'x.txt', expected numbers of at least 1, separated by commas, e.g. 64,256; uniform:"),
         (["-p", "x.txt"], "or a file; there is no such file"),
         (["-p", "0,64"], "-p is '0,64', expected numbers of at least 1"),
-        (["--chunk", "0"], "--chunk is '0', expected numbers of at least 1"),
+        (["--chunk", "0"], "--chunk is '0', expected numbers of tokens, at least 1"),
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
