@@ -1,12 +1,14 @@
 """Compilation of NPU contexts in several processes.
 
 Qualcomm's compiler uses one core, and calls from several threads of a process wait for each other. So each worker is a
-process, which compiles contexts into the folder that all processes share.
+process. Only one process at a time may write into the folder of all contexts, so a worker compiles into a folder of its
+own, and then copies the context.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,10 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 
 import psutil
 
 from chunkrt.backends.qnn import QnnBackend, find_soc
+from chunkrt.backends.qnn.contexts import ContextFolder
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import npu_plans
@@ -54,6 +58,7 @@ class Contexts:
     Args:
         engine: the directory.
         options: those of the compilation, with the attention of the directory.
+        into: folder for compiled contexts; by default that of all models.
 
     Attributes:
         plan: the plan for the longest histories with attention on the CPU.
@@ -63,8 +68,9 @@ class Contexts:
         ConfigError, PartitionError: see `plan_to_run` and `choose_context_length`.
     """
 
-    def __init__(self, engine: Path, options: EngineOptions) -> None:
+    def __init__(self, engine: Path, options: EngineOptions, into: Path | None = None) -> None:
         self.engine, self.options = engine, options
+        self._into = contexts_folder() if into is None else into
         manifest = read_manifest(engine)
         plan = plan_to_run(engine, manifest, options)
         self.context_length = choose_context_length(plan, options)
@@ -82,7 +88,7 @@ class Contexts:
         """Return the backend of a SoC."""
         if soc not in self._backends:
             self._backends[soc] = QnnBackend(
-                find_soc(soc), contexts=contexts_folder(), compiled=self.engine / CONTEXTS, options=self.options.htp
+                find_soc(soc), contexts=self._into, compiled=self.engine / CONTEXTS, options=self.options.htp
             )
         return self._backends[soc]
 
@@ -126,7 +132,10 @@ def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callab
         return
     others = set(active_children())
     options = replace(contexts.options, policy=DEFAULT_POLICY)  # an object may not be picklable
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start, (contexts.engine, options)) as pool:
+    with (
+        TemporaryDirectory(prefix="chunkrt-contexts-", ignore_cleanup_errors=True) as folder,
+        ProcessPoolExecutor(workers, get_context("spawn"), _start, (contexts.engine, options, folder)) as pool,
+    ):
         try:
             futures = [pool.submit(_compile, job) for job in missing]
             for done, future in enumerate(as_completed(futures), 1):
@@ -150,15 +159,20 @@ def _num_workers(contexts: Contexts, missing: Sequence[Job]) -> int:
 
 
 _contexts: Contexts
-"""The contexts of this worker process; set when the process starts."""
+_own: ContextFolder
+"""The contexts and the folder of this worker process; set when the process starts."""
 
 
-def _start(engine: Path, options: EngineOptions) -> None:
-    global _contexts
+def _start(engine: Path, options: EngineOptions, folder: str) -> None:
+    global _contexts, _own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
     logging.disable(logging.CRITICAL)  # the parent logs the same
-    _contexts = Contexts(engine, options)
+    _own = ContextFolder(Path(mkdtemp(dir=folder)))
+    _contexts = Contexts(engine, options, _own.path)
 
 
 def _compile(job: Job) -> None:
-    _contexts.prepare(job)
+    made = _contexts.prepare(job)
+    if made.parent == _own.path:  # another process may have compiled it meanwhile
+        ContextFolder(contexts_folder()).copy_from(_own, made.name)
+        shutil.rmtree(made, ignore_errors=True)  # a mapped file stays on Windows until the process ends

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable
@@ -165,6 +166,16 @@ class ContextFolder:
                     record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
                     (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
         return folder / WRAPPER
+
+    def copy_from(self, other: ContextFolder, key: str) -> None:
+        """Copy a complete context from another folder, unless it exists and is intact. The errors are those of `make`."""
+
+        def write(wrapper: Path) -> None:
+            for path in (other.path / key).iterdir():
+                if path.name != RECORD:
+                    shutil.copyfile(path, wrapper.with_name(path.name))
+
+        self.make(key, write)
 
 
 def store_difference(context: Path, base: Path) -> None:
