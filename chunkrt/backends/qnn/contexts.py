@@ -168,7 +168,7 @@ class ContextFolder:
         return folder / WRAPPER
 
     def copy_from(self, other: ContextFolder, key: str) -> None:
-        """Copy a complete context from another folder, unless it exists and is intact. The errors are those of `make`."""
+        """Copy a complete context from another folder, unless it is intact here. The errors are those of `make`."""
 
         def write(wrapper: Path) -> None:
             for path in (other.path / key).iterdir():
