@@ -27,8 +27,9 @@ class ShownProgress:
     """
 
     def __init__(self) -> None:
-        is_open = sys.stderr is not None and not sys.stderr.closed
-        self._draws = "ipykernel" in sys.modules or (is_open and sys.stderr.isatty())
+        is_open = not getattr(sys.stderr, "closed", sys.stderr is None)
+        is_terminal = is_open and getattr(sys.stderr, "isatty", bool)()
+        self._draws = is_terminal or type(sys.stderr).__module__.startswith("ipykernel")
         self._bars: Bars | None = None
         self._what = ""
         self._begin = self._told = 0.0

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fake_backend import wait_until
@@ -100,3 +101,14 @@ def test_progress_option_is_true_or_a_function(monkeypatch):
     with pytest.raises(ConfigError, match="progress is 3, expected True, or a function"):
         chunkrt.load(GGUF, progress=3)
     assert sys.stderr is not None
+
+
+def test_progress_needs_only_a_stream_that_can_be_written(clock, monkeypatch):
+    """A program may replace stderr by an object with few methods."""
+    written = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=written.append, flush=bool))
+    with ShownProgress() as progress:
+        progress("prefill", 0, 1000)
+        clock[0] += 60
+        progress("prefill", 500, 1000)
+    assert "prefill" in "".join(written)

@@ -92,13 +92,14 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
     for name, kind in (("supports", Support), ("compile", Executable)):
         method = getattr(backend, name)
         if not isinstance(method, _Checked):  # a plug-in may return the same object again
-            object.__setattr__(backend, name, _Checked(str(plugin), name, method, kind))
+            with suppress(AttributeError, TypeError):  # an object that cannot be changed, such as one with slots
+                object.__setattr__(backend, name, _Checked(str(plugin), name, method, kind))
     return backend
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A method of a plug-in's backend, or of its executables, whose errors name the method and the plug-in."""
+    """A method of a plug-in's backend, whose errors name the method and the plug-in."""
 
     plugin: str
     name: str
@@ -120,9 +121,6 @@ class _Checked:
                 f"{self.name} of the {self.plugin} returned {found!r:.80}, expected an object like "
                 f"chunkrt.backends.{self.kind.__name__}; repair it or choose another backend"
             )
-        if self.kind is Executable and isinstance(found, Executable) and not isinstance(found.run, _Checked):
-            with suppress(AttributeError):  # an object with slots
-                object.__setattr__(found, "run", _Checked(self.plugin, "run", found.run, object))
         return found
 
 

@@ -8,16 +8,20 @@ own, and then copies the context.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from threading import Thread
 
 import psutil
 
@@ -34,6 +38,9 @@ from chunkrt.runtime.policy import DEFAULT_POLICY
 
 CONTEXTS_OF_A_WORKER = 8
 """Number of contexts of a small decoder's layers that take as long to compile as a process takes to start."""
+
+MOST_WORKERS = 61
+"""Largest number of processes of a pool on Windows."""
 
 WORKER_BYTES, BYTES_PER_WEIGHT = 600 * 2**20, 8
 """Memory of a worker: a constant, and a part for each byte of the largest graph's weights. One graph of SmolLM2-135M's
@@ -119,35 +126,44 @@ class Contexts:
         return next(subgraph for subgraph in plan.subgraphs if subgraph.name == job.subgraph), plan
 
 
-def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callable[[int, int], None]) -> None:
+def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callable[[int, int], None]) -> int:
     """Compile missing contexts in several processes, if there are enough for each process, and enough memory.
 
-    Contexts that a worker could not compile remain missing: the caller compiles them, and raises the error.
+    Contexts that a worker could not compile remain missing: the caller compiles them, and raises the error. Return the
+    largest peak memory of a worker in bytes; 0 if there were none.
 
     Args:
         progress: function that is called with the number of compiled contexts, and the number of missing ones.
     """
     missing = contexts.missing(jobs)
     if (workers := _num_workers(contexts, missing)) < 2:
-        return
+        return 0
+    most_bytes, num_done, has_failed = 0, 0, False
+    contexts_folder().parent.mkdir(parents=True, exist_ok=True)
     others = set(active_children())
     options = replace(contexts.options, policy=DEFAULT_POLICY)  # an object may not be picklable
     with (
-        TemporaryDirectory(prefix="chunkrt-contexts-", ignore_cleanup_errors=True) as folder,
+        TemporaryDirectory(prefix=".contexts-", dir=contexts_folder().parent, ignore_cleanup_errors=True) as folder,
         ProcessPoolExecutor(workers, get_context("spawn"), _start, (contexts.engine, options, folder)) as pool,
     ):
         try:
             futures = [pool.submit(_compile, job) for job in missing]
-            for done, future in enumerate(as_completed(futures), 1):
-                if isinstance(future.exception(), BrokenProcessPool):
+            for future in as_completed(futures):
+                if isinstance(error := future.exception(), BrokenProcessPool):
                     log.warning("a process that compiles contexts died; the others are compiled one after another")
-                    return
-                progress(done, len(missing))
+                    break
+                if error is None:
+                    num_done, most_bytes = num_done + 1, max(most_bytes, future.result())
+                    progress(num_done, len(missing))
+                elif not has_failed:
+                    has_failed = True
+                    log.warning("a context is compiled again, because a process could not compile it: %s", error)
         except BaseException:
             for process in set(active_children()) - others:
                 process.terminate()
             pool.shutdown(cancel_futures=True)
             raise
+    return most_bytes
 
 
 def _num_workers(contexts: Contexts, missing: Sequence[Job]) -> int:
@@ -155,7 +171,7 @@ def _num_workers(contexts: Contexts, missing: Sequence[Job]) -> int:
         return 1
     each = WORKER_BYTES + BYTES_PER_WEIGHT * contexts.most_weight_bytes(missing)
     fitting = psutil.virtual_memory().available // 2 // each
-    return min(contexts.options.num_threads, len(missing) // CONTEXTS_OF_A_WORKER, fitting)
+    return min(MOST_WORKERS, contexts.options.num_threads, len(missing) // CONTEXTS_OF_A_WORKER, fitting)
 
 
 _contexts: Contexts
@@ -167,12 +183,35 @@ def _start(engine: Path, options: EngineOptions, folder: str) -> None:
     global _contexts, _own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
     logging.disable(logging.CRITICAL)  # the parent logs the same
+    Thread(target=_end_with_parent, daemon=True).start()
     _own = ContextFolder(Path(mkdtemp(dir=folder)))
     _contexts = Contexts(engine, options, _own.path)
 
 
-def _compile(job: Job) -> None:
+def _end_with_parent() -> None:
+    """End this process when the parent was killed."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _compile(job: Job) -> int:
+    """Compile a context, and return the peak memory of this process in bytes."""
     made = _contexts.prepare(job)
     if made.parent == _own.path:  # another process may have compiled it meanwhile
         ContextFolder(contexts_folder()).copy_from(_own, made.name)
         shutil.rmtree(made, ignore_errors=True)  # a mapped file stays on Windows until the process ends
+    return peak_memory_bytes()
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    with suppress(OSError):  # without procfs
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

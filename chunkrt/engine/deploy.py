@@ -6,20 +6,16 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from chunkrt.backends.qnn import find_soc
 from chunkrt.backends.qnn.contexts import store_difference
 from chunkrt.engine.capability import plan_by_capability
-from chunkrt.engine.compile_workers import Contexts, Job, compile_in_workers
+from chunkrt.engine.compile_workers import Contexts, Job, compile_in_workers, peak_memory_bytes
 from chunkrt.engine.host import HOST_FILES, HostTarget, check_host, write_host
 from chunkrt.engine.model_options import choose_context_length, usual_chunk_length, warn_of_equal_graphs
 from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
@@ -62,8 +58,8 @@ def compile_engine(
         progress: called with (description, amount done, total).
 
     Returns:
-        Mapping that describes the directory: model, scheme, bytes, the peak memory of this process, which includes that
-        of the NPU's compiler, and a list of SoCs and chunk lengths with their contexts.
+        Mapping that describes the directory: model, scheme, bytes, the largest peak memory of a process, which
+        includes that of the NPU's compiler, and a list of SoCs and chunk lengths with their contexts.
 
     Raises:
         ConfigError: the folder already exists, a SoC is unknown, or `for_host` is set without a SoC; see `check_host`.
@@ -99,7 +95,7 @@ def compile_engine(
         (soc, length): [Job(soc=soc.name, chunk_length=length, reach=reach, subgraph=name) for reach, name in on_npu]
         for soc, length in targets
     }
-    compile_in_workers(
+    of_workers = compile_in_workers(
         opened, [job for of_target in jobs.values() for job in of_target], partial(progress, "compiling for the NPU")
     )
     for soc, chunk_length in targets:
@@ -147,22 +143,9 @@ def compile_engine(
         "model": manifest.model,
         "scheme": scheme.name,
         "bytes": sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": max(of_workers, peak_memory_bytes()),
         "npu": [{**asdict(target), "contexts": len({*contexts.values()})} for target, contexts in compiled.items()],
     }
-
-
-def peak_memory_bytes() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    with suppress(OSError):  # without procfs
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _check_absent(output: Path) -> None:

@@ -104,7 +104,7 @@ def check_decode(plan: Plan, options: EngineOptions) -> None:
     if slides and options.decodes_on != "npu":
         raise ConfigError(
             f"with `npu_sinks={options.npu_sinks}` prompts on the NPU see {options.npu_windows[-1]} positions, but "
-            "tokens that the CPU decodes would see all; choose `decode_on='npu'`, or omit `npu_sinks`"
+            "tokens that the CPU decodes would see all; choose `decode_on='npu'`, or compile without `npu_sinks`"
         )
 
 

@@ -107,7 +107,7 @@ class Sampler:
         """Choose the next token.
 
         Args:
-            logits: float32 [V]; the array is not changed.
+            logits: float32 [V]; the array is not changed. A sampler of a plug-in must not keep it after the call.
             history: ids of the prompt's and the generated tokens, which only the repetition penalty uses.
 
         Raises:

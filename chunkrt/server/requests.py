@@ -115,7 +115,7 @@ class Generating(Request, kw_only=True):
         try:
             given_bias = self.logit_bias or {}
             if wrong := [token for token in given_bias if not (token.isascii() and token.isdigit())]:
-                raise ValueError(f"{wrong[0]!r:.40} is not a whole number")
+                raise ValueError(f"{wrong[0]!r:.40} is not a token id")
             bias = {int(token): value for token, value in given_bias.items()}
             if outside := [token for token in bias if not 0 <= token < vocab_size]:
                 raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")

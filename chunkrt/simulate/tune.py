@@ -759,6 +759,8 @@ class _Fixed:
         """Return the lengths of graphs to search. Raise ConfigError if the request differs from a fixed length."""
         if wanted is None:
             return list(self.chunk_lengths) or [(length,) for length in CHUNK_LENGTHS]
+        if isinstance(wanted, str):
+            raise ConfigError(f"chunk_lengths is {wanted!r}, expected a list; put it in brackets")
         found = [lengths_of(each) for each in dict.fromkeys(wanted)]
         for each, lengths in zip(dict.fromkeys(wanted), found, strict=True):
             if not lengths:

@@ -57,14 +57,21 @@ def test_mistake_in_a_method(load, name, method, message):
         load(**{name: method})
 
 
-def test_mistake_in_run_of_an_executable(load):
-    with (
-        load(compile=lambda *_: SimpleNamespace(fixed_length=None, run=fail)) as engine,
-        pytest.raises(
-            BackendError, match=rf"^subgraph \S+ failed on chunk 0: run {PLUGIN} failed: ZeroDivisionError: a m"
-        ),
-    ):
-        engine.session().prefill([1, 2, 3])
+class WithSlots:
+    """A backend that cannot be changed, whose executables are those of the reference."""
+
+    __slots__ = ()
+    name, concurrency, cache_dtypes = "mine", None, ReferenceBackend.cache_dtypes
+    supports, compile = staticmethod(ReferenceBackend().supports), staticmethod(ReferenceBackend().compile)
+
+
+@pytest.mark.parametrize("made", [WithSlots(), WithSlots], ids=["slots", "class"])
+def test_backend_that_cannot_be_changed_runs(monkeypatch, made):
+    monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(make=lambda threads: made))
+    mine = Plugin(backends.PLUGINS, entry("mine", "plugin_of_this_test:make", "mine"), conflict="")
+    monkeypatch.setattr(backends.PLUGINS, "plugins", [mine])
+    with chunkrt.load(checkpoint("llama_gqa"), npu="mine", scheme="float", threads=1) as engine:
+        assert engine.session().prefill([1, 2, 3]).position == 3
 
 
 def test_error_of_chunkrt_is_unchanged(load):

@@ -500,7 +500,7 @@ def test_windows_that_slide_need_decode_on_the_npu(load):
     given = {"attention": "npu", "npu_window": 32, "npu_sinks": 4}
     expected = (
         "with `npu_sinks=4` prompts on the NPU see 32 positions, but tokens that the CPU decodes would see all; choose "
-        "`decode_on='npu'`, or omit `npu_sinks`"
+        "`decode_on='npu'`, or compile without `npu_sinks`"
     )
     for decode_on in ("cpu", "auto"):
         with pytest.raises(ConfigError) as error:
