@@ -1,4 +1,4 @@
-"""The fake NPU of the benchmarks, for tests that compare predictions with runs."""
+"""A small plan and a device, and the fake NPU of the benchmarks, for tests that compare predictions with runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,25 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from small_shape import SMALL_SHAPE
 
 from chunkrt.backends import PLUGINS
+from chunkrt.graph.plan import Plan
+from chunkrt.simulate import DeviceProfile, find_device
 
 BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return SMALL_SHAPE.plan()
+
+
+@pytest.fixture(scope="module")
+def device() -> DeviceProfile:
+    found = find_device("sd8gen3")
+    assert isinstance(found, DeviceProfile)
+    return found
 
 
 @pytest.fixture

@@ -42,18 +42,6 @@ HEAD_ON_NPU: Placement = {"lm_head": "npu"}
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return SMALL_SHAPE.plan()
-
-
-@pytest.fixture(scope="module")
-def device() -> DeviceProfile:
-    found = find_device("sd8gen3")
-    assert isinstance(found, DeviceProfile)
-    return found
-
-
-@pytest.fixture(scope="module")
 def multiplying(device: DeviceProfile) -> DeviceProfile:
     """A device that takes a microsecond for 1,000 operations of a linear on the NPU, and no time for anything else."""
     nothing = OperatorCost(fixed_us=0.0, gb_per_s=1e15, gops=1e15)

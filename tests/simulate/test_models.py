@@ -22,7 +22,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.trace.file import read_trace
-from chunkrt.simulate import DeviceProfile, find_device, simulate
+from chunkrt.simulate import DeviceProfile, simulate
 from chunkrt.simulate.profile import OperatorCost, ProcessorCost
 
 FOLDERS = [name for name in NAMES if checkpoint(name).is_dir()]
@@ -67,18 +67,6 @@ def test_config_without_a_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     with pytest.raises(ModelError, match="has no model_type; is it a Transformers model"):
         ConfigSource(tmp_path / "config.json")
-
-
-@pytest.fixture(scope="module")
-def device() -> DeviceProfile:
-    found = find_device("sd8gen3")
-    assert isinstance(found, DeviceProfile)
-    return found
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return SMALL_SHAPE.plan()
 
 
 def near(plan: Plan, window: str) -> dict[int, Plan]:

@@ -16,7 +16,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.policy import POLICIES
-from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_device, find_shape, simulate
+from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_shape, simulate
 from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.learn import learn_costs, learn_decode, learn_speeds
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins, write_measured
@@ -29,13 +29,6 @@ SMALL = replace(SMALL_SHAPE, num_layers=3)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return SMALL.plan()
-
-
-@pytest.fixture(scope="module")
-def device() -> DeviceProfile:
-    found = find_device("sd8gen3")
-    assert isinstance(found, DeviceProfile)
-    return found
 
 
 def measured(plan: Plan, *, threads: int = 1, speeds: tuple[float, ...] = (1.0,)) -> MeasuredProfile:
