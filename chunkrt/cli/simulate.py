@@ -338,8 +338,8 @@ def simulate(
     points = [*product(prompts, chunks, policies)]
 
     @cache
-    def near_of(chunk_length: int) -> dict[int, Plan]:
-        return _near(model, plan, engine, chunk_length) if ranks == 1 and is_for_npu else {}
+    def near() -> dict[int, Plan]:
+        return _near(model, plan, engine) if ranks == 1 and is_for_npu else {}
 
     def simulate_one(
         plan: Plan, scheme: Scheme, link: LinkProfile | None, point: tuple[int, Lengths, str], device: Profile
@@ -353,7 +353,7 @@ def simulate(
             graph_lengths=lengths,
             policy=name,
             scheme=scheme,
-            near=near_of(lengths[-1]),
+            near=near() if lengths[-1] <= plan.context_length else {},  # the simulator refuses longer chunks
             chunks_in_flight=chunks_in_flight,
             threads=threads,
             ranks=1 if link is None else ranks,
@@ -409,10 +409,8 @@ def accuracy_of(device: DeviceProfile | MeasuredProfile) -> str:
     return f"predicted from the profile of {device.name}: {device.accuracy}"
 
 
-def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> dict[int, Plan]:
+def _near(model: str, plan: Plan, options: EngineOptions) -> dict[int, Plan]:
     """Map the last position at which a chunk may begin to each plan with attention on the NPU."""
-    if chunk_length > plan.context_length:  # the simulator refuses it
-        return {}
     context_length = options.context_length or plan.context_length
     return near_by_reach(plan, placement_of(model, options), options, context_length)
 
