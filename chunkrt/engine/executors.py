@@ -46,7 +46,8 @@ class Executors:
 
     Prompts stream through the NPU, if one is used, and the CPU. Single tokens, which an NPU compiled for complete
     chunks would pad, run only on the CPU. For single tokens the native backend fuses subgraphs, because every subgraph
-    adds overhead. Without an NPU it also does this for chunks that several sequences share.
+    adds overhead. Without an NPU it also does this for chunks that several sequences share, and for prompts of one
+    chunk.
 
     Attributes:
         npu_backend: the backend that serves as the NPU; the CPU's backend if the NPU already failed at compilation.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import lcm
 from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Literal
@@ -319,9 +320,26 @@ class ExecutorSet:
         return cls(prompts=executor, tokens=executor, many=executor, few=executor)
 
     def for_one(self, request: Request) -> Executor:
-        """Return the executor for the next tokens of a request that shares no chunks."""
-        far = self.tokens if request.is_decode else self.prompts
+        """Return the executor for the next tokens of a request that shares no chunks.
+
+        A prompt of one chunk has no tasks that overlap. If `many` fuses subgraphs, it computes such a prompt in less
+        time than `prompts`.
+        """
+        if request.is_decode:
+            far = self.tokens
+        elif self.fuses_one_chunk and request.num_left <= self.many.chunk_length:
+            far = self.many
+        else:
+            far = self.prompts
         return self.near_to(request) or far if self.near else far
+
+    @cached_property
+    def fuses_one_chunk(self) -> bool:
+        """True if prompts of one chunk are computed by `many`, without an NPU, on one rank and under a policy with
+        concurrent tasks. Under other policies, traces show the subgraphs of all prompts.
+        """
+        is_fused = self.many is self.few and len(self.many.plan.subgraphs) < len(self.prompts.plan.subgraphs)
+        return is_fused and self.prompts.policy.is_concurrent and not self.many.plan.flow.sums
 
     def near_to(self, request: Request) -> Executor | None:
         """Return the executor of limited reach for the next tokens of a request, or None."""

@@ -29,7 +29,7 @@ from chunkrt.runtime.trace.idle import CAUSES, Cause, where_time_went
 from chunkrt.runtime.trace.utilisation import Utilisation, link_time, utilisation
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
-from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, twins
+from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, decode_plan, twins
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
 from chunkrt.simulate.tables import ENDS
@@ -383,7 +383,11 @@ def _run(
         budget = device.budget(threads)
         processors = device.processors(budget.threads)
         costs = measured_costs(plan, device, budget.subgraphs, chunk_length, scheme.name, graph_lengths)
-        work_of = MeasuredWork(plan, costs, budget.task_us, chunks, graph_lengths)
+        task_us = budget.task_us
+        if len(chunks) == 1 and not device.has_npu and policy.is_concurrent:  # see `ExecutorSet.for_one`
+            is_fused = len(decode_plan(plan, budget.decode).subgraphs) < len(plan.subgraphs)
+            task_us = 0.0 if is_fused else task_us
+        work_of = MeasuredWork(plan, costs, task_us, chunks, graph_lengths)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
         work_of = with_sums(work_of, plan, chunks, link, ranks)

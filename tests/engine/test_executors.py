@@ -70,12 +70,24 @@ def test_trace_calls_merged_subgraphs_layers():
     with load("llama_gqa") as engine:
         session = engine.session()
         session.on_run = records.append
-        session.prefill([1, 2, 3])
+        session.prefill(range(9))
         session.prefill([4])
     prompt, token = (record.pipeline for record in records)
     assert {stage.work for stage in prompt.stages} == {"embedding", "linears", "attention"}
     assert [stage.work for stage in token.stages] == ["layers", "embedding"]
     assert [stage.has_state for stage in token.stages] == [True, False]
+
+
+@pytest.mark.parametrize(("policy", "is_merged"), [("look_ahead", True), ("sequential", False)])
+def test_prompt_of_one_chunk_runs_merged_subgraphs_unless_one_task_runs_at_a_time(policy, is_merged):
+    tokens = input_ids("llama_gqa")[:9]
+    with load("llama_gqa", policy=policy) as engine:
+        plan = engine.plan
+        with engine.session() as one, engine.session() as two:
+            of_one, of_two = one.prefill(tokens[:8], logits="all"), two.prefill(tokens, logits="all")
+    assert len(of_one.events) == (2 if is_merged else len(plan.subgraphs))
+    assert len(of_two.events) > len(plan.subgraphs) > 2
+    np.testing.assert_array_equal(of_one.logits, of_two.logits[:8])
 
 
 def test_subgraphs_are_compiled_once_for_prompts_of_any_length(monkeypatch):

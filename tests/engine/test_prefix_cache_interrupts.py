@@ -58,7 +58,7 @@ def close(session: Session) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("step", [409, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [307, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [hit, evict, rewind, close])
 def test_interrupt_at_any_point_leaves_session_and_cache_consistent(act: object, name: str, step: int) -> None:

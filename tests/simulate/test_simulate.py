@@ -65,6 +65,36 @@ def test_one_worker_takes_the_sum_of_its_tasks(plan: Plan) -> None:
     assert found.processors["cpu"].busy == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("length", "policy", "is_fused", "has_gaps"),
+    [
+        (32, "in_order", True, False),  # the native backend computes one chunk as one program
+        (32, "sequential", True, True),
+        (32, "in_order", False, True),
+        (33, "in_order", True, True),
+    ],
+)
+def test_one_chunk_has_no_time_between_tasks_if_subgraphs_are_fused(
+    plan: Plan, length: int, policy: str, is_fused: bool, has_gaps: bool
+) -> None:
+    profile = measured(plan)
+    fused = [SubgraphCost(subgraph=s.name, fixed_us=1, row_us=0, pair_us=0) for s in merged_on_cpu(plan).subgraphs]
+    budget = replace(profile.budgets[1], decode={cost.subgraph: cost for cost in fused} if is_fused else {})
+    without, found = (
+        simulate(
+            plan,
+            replace(profile, budgets={1: replace(budget, task_us=task_us)}),
+            prompt_length=length,
+            chunk_length=32,
+            policy=policy,
+            scheme="w8a16",
+        )
+        for task_us in (0.0, 5.0)
+    )
+    gaps_ms = len(found.records[0].events) * 5 / 1000 if has_gaps else 0.0
+    assert found.makespan_ms - without.makespan_ms == pytest.approx(gaps_ms)
+
+
 def test_two_workers_that_halve_each_other_gain_nothing(plan: Plan) -> None:
     options = {"prompt_length": 160, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
     alone = simulate(plan, measured(plan), **options)
