@@ -91,15 +91,27 @@ def copied(tensors: StateTensors, stacks: tuple[Stack, ...], slots: slice | Arra
     return tuple(found)
 
 
+def is_held(piece: PrefixPiece, tensors: StateTensors) -> bool:
+    """Return True if the caches of a state still contain a piece that was copied between them earlier."""
+    return bool(piece.caches) and tensors.contains(piece.start, piece.caches[0])
+
+
+def hold(piece: PrefixPiece, tensors: StateTensors) -> None:
+    """Record that the caches of a state contain a piece."""
+    if piece.caches:
+        tensors.note_piece(piece.start, piece.end, piece.caches[0])
+
+
 def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
-    """Return the writes that copy a prefix into a state."""
+    """Return the writes that copy a prefix into a state, except for the caches that `is_held` finds there."""
     writes: list[Write] = []
     size = tensors.ring_slots
     for piece in prefix.pieces:
         end = min(piece.end, prefix.position)
         slots, length = slice(piece.start, end), end - piece.start
-        for stack, values in zip(tensors.cache_stacks, piece.caches, strict=True):
-            writes += tensors.to_be_rows_of_all(stack, slots, values[:, :, :length])
+        if not is_held(piece, tensors):
+            for stack, values in zip(tensors.cache_stacks, piece.caches, strict=True):
+                writes += tensors.to_be_rows_of_all(stack, slots, values[:, :, :length])
         first = max(piece.start, prefix.rings_from)
         if first < end and tensors.rings:
             assert piece.rings is not None

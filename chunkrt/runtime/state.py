@@ -21,7 +21,7 @@ from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import KEY_FORMS, Plan
 from chunkrt.runtime.buffers import Array
-from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, writes_of
+from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, hold, is_held, writes_of
 from chunkrt.runtime.state_file import StateFile, state_file
 from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, SpareTensors, Write
 
@@ -152,6 +152,7 @@ class State:
             self._settle()
         position, first, rope_offset, kept, _, history, is_running = self._present
         self._tensors.note_use(position + num_tokens)
+        self._tensors.forget_pieces(position)
         undo: tuple[Write, ...] = ()
         if self._tensors.has_overwritten:
             changed = self._tensors.overwritten(first, position, num_tokens)
@@ -257,12 +258,14 @@ class State:
         tensors, size = self._tensors, self._tensors.ring_slots
         in_rings = np.arange(start, end) % size
         has_rings = self.first_in_rings <= start
-        return PrefixPiece(
+        piece = PrefixPiece(
             start,
             end,
             copied(tensors, tensors.cache_stacks, slice(start, end)) if caches else (),
             copied(tensors, tensors.ring_stacks, in_rings) if has_rings else None,
         )
+        hold(piece, tensors)
+        return piece
 
     def recurrent(self) -> tuple[Array, ...]:
         """Return copies of the recurrent tensors."""
@@ -271,17 +274,25 @@ class State:
 
     def take(self, prefix: Prefix) -> None:
         """Replace the contents by a prefix, whose first tokens must be the tokens that the state contains, if any. The
-        pieces are copied.
+        pieces are copied, except those that the caches still contain.
         """
         self._settle()
+        tensors = self._tensors
+        writes = writes_of(prefix, tensors)
+        tensors.forget_pieces(
+            next((piece.start for piece in prefix.pieces if not is_held(piece, tensors)), prefix.position)
+        )
         self._present = _described(
             prefix.position,
             first=prefix.rings_from,
             rope_offset=self.rope_offset,
             kept=self._present.kept,
-            writes=writes_of(prefix, self._tensors),
+            writes=writes,
         )
         self._settle()
+        for piece in prefix.pieces:
+            if piece.end <= prefix.position:
+                hold(piece, tensors)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all contents of the state."""
@@ -299,6 +310,7 @@ class State:
         forms = {name: (array.dtype, array.shape) for name, array in self._tensors.held(snapshot.position).items()}
         if forms != {name: (array.dtype, array.shape) for name, array in snapshot.tensors.items()}:
             raise ConfigError("the snapshot does not fit this state; create both with the same options")
+        self._tensors.forget_pieces()
         self._become(snapshot, snapshot.kept)
 
     def choose_adapter(self, adapter: LoadedAdapter) -> None:
@@ -337,6 +349,7 @@ class State:
         if position < keep or (first and first > self._tensors.first_seen(position)):
             return self.rewind(min(keep, self.position))
         writes = self._tensors.to_be_shifted(self.first_in_rings, self.position, keep, drop)
+        self._tensors.forget_pieces(keep)
         self._present = _described(position, first=first, rope_offset=self.rope_offset, writes=writes)
         self._settle()
         return position
@@ -363,6 +376,7 @@ class State:
         self._settle()
         arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
         position = numbers["position"]
+        self._tensors.forget_pieces()
         self._present = _described(
             position,
             first=self._tensors.first_seen(position),

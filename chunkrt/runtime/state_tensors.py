@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -107,6 +108,32 @@ class StateTensors:
         """True if runs overwrite data of the tensors."""
         self.ring_slots = slots["W"]
         self.window = plan.window
+        self._pieces: dict[int, tuple[int, weakref.ref[Array]]] = {}
+        """Pieces of prefixes whose contents the caches contain: by first position the end and the first array, which
+        identifies a piece because it never changes.
+        """
+        self._pieces_end = 0
+
+    @property
+    def has_pieces(self) -> bool:
+        """True if the caches contain pieces of prefixes, which need not be copied again."""
+        return bool(self._pieces)
+
+    def contains(self, start: int, array: Array) -> bool:
+        """Return True if the caches contain the piece that begins at a position and has this first array."""
+        found = self._pieces.get(start)
+        return found is not None and found[1]() is array
+
+    def note_piece(self, start: int, end: int, array: Array) -> None:
+        """Record that the caches contain a piece."""
+        self._pieces[start] = end, weakref.ref(array)
+        self._pieces_end = max(self._pieces_end, end)
+
+    def forget_pieces(self, position: int = 0) -> None:
+        """Record that the caches are about to change from a position on."""
+        if self._pieces_end > position:
+            self._pieces = {start: found for start, found in self._pieces.items() if found[0] <= position}
+            self._pieces_end = position
 
     def note_use(self, num_positions: int) -> None:
         """Record that the first positions are about to be written, or were written."""
@@ -237,8 +264,10 @@ MOST_SPARE_BYTES = 256 * 2**20
 class SpareTensors:
     """Memory of states that are no longer used, for new states of the same plan, capacity, dtype and chunk length.
 
-    The pages of this memory are committed already, and the operating system may take them back. Any thread may use the
-    object without a lock, because the garbage collector releases states at any point.
+    The pages of this memory are committed already, and the operating system may take them back. It may not take back
+    those of the last state if that contains pieces of prefixes: a session that continues the same conversation then
+    copies nothing. Any thread may use the object without a lock, because the garbage collector releases states at any
+    point.
     """
 
     def __init__(self) -> None:
@@ -270,9 +299,19 @@ class SpareTensors:
         if self._is_closed:
             return
         if len(self._spare) < MOST_SPARE and tensors.num_committed_bytes <= MOST_SPARE_BYTES:
-            for stack in tensors.cache_stacks:
-                offer_pages(stack.array)
+            with suppress(IndexError):
+                before = self._spare.pop()  # no other thread uses it, until it is back
+                _offer(before)
+                self._spare.append(before)
+            if not tensors.has_pieces:
+                _offer(tensors)
             self._spare.append(tensors)
+
+
+def _offer(tensors: StateTensors) -> None:
+    tensors.forget_pieces()
+    for stack in tensors.cache_stacks:
+        offer_pages(stack.array)
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]], dtype: CacheDtype, values: frozenset[str]) -> tuple[Stack, ...]:

@@ -25,6 +25,7 @@ from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError, DeviceLostError
 from chunkrt.runtime.request import Request
+from chunkrt.runtime.state import State
 
 CONTEXT = 120
 LENGTHS = (8, 32, 40)
@@ -499,3 +500,78 @@ def test_asynchronous_close_keeps_the_prefix_in_another_thread(monkeypatch: pyte
         asyncio.run(main())
     assert threads
     assert threading.get_ident() not in threads
+
+
+def caches_of(state: State, position: int) -> dict[str, np.ndarray]:
+    return {name: array[:, :position].copy() for name, array in state.tensors.items()}
+
+
+def test_next_session_of_a_conversation_copies_only_what_changed() -> None:
+    """The memory of a closed session serves the next one. Zeros that the test writes there show what is copied."""
+    tokens = list(range(1, 71))
+    with load(CACHES_ONLY, 8, prefix_cache="memory", cache_dtype="float32") as engine:
+        cache = engine.loaded.prefix_cache
+        assert cache is not None
+        with engine.session() as session:
+            session.prefill(tokens)
+        state = make_state(engine)
+        prefix = cache.find(tokens, state, 64)
+        assert prefix is not None
+        assert prefix.position == 64
+        state.take(prefix)
+        expected = caches_of(state, 64)
+        for array in state.tensors.values():
+            array[:, :48] = 0
+
+        del state, array
+        gc.collect()
+        state = make_state(engine)  # in the same memory
+        state.take(prefix)
+        for name, array in caches_of(state, 64).items():
+            assert not array[:, :48].any(), name
+            np.testing.assert_array_equal(array[:, 48:], expected[name][:, 48:])
+
+        state.rewind(40)
+        state.begin(8)  # a run may write from position 40 on, which is in the second piece of 32 positions
+        for array in state.tensors.values():
+            array[:, 40:] = 5
+        state.roll_back()
+        state.rewind(0)
+        state.take(prefix)
+        for name, array in caches_of(state, 64).items():
+            assert not array[:, :32].any(), name
+            np.testing.assert_array_equal(array[:, 32:], expected[name][:, 32:])
+
+        del state, array
+        other = make_state(engine)
+        del other
+        state = make_state(engine)
+        cache.clear()
+        del prefix  # the pieces no longer exist, so nothing is known of the contents
+        with engine.session() as session:
+            session.prefill(tokens)
+        state.take(cache.find(tokens, state, 64))
+        for name, array in caches_of(state, 64).items():
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_memory_of_a_state_is_not_shared_while_another_state_uses_it() -> None:
+    tokens = list(range(1, 71))
+    with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
+        logits = []
+        with engine.session() as first:
+            logits.append(first.prefill(tokens).logits)
+            with engine.session() as second, engine.session() as third:
+                logits += [one.prefill(tokens).logits for one in (second, third)]
+                second.rewind(10)
+                second.prefill([5] * 40)
+                logits += [one.prefill([9]).logits for one in (first, third)]
+        for _ in range(3):
+            with engine.session() as session, engine.session() as beside:
+                beside.prefill(tokens[:40])
+                logits.append(session.prefill(tokens).logits)
+                logits.append(session.prefill([9]).logits)
+    for found in (*logits[1:3], *logits[5::2]):
+        np.testing.assert_array_equal(found, logits[0])
+    for found in (logits[4], *logits[6::2]):
+        np.testing.assert_array_equal(found, logits[3])
