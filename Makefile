@@ -42,7 +42,8 @@ $(call install_requirements,[r for e in "$(1)".split() for r in root["project"][
 endef
 
 .PHONY: help run test test-cpp test-python test-slow test-all tests-ready lint docs parity wheels wheel-windows test-windows \
-  test-windows-short test-arm test-arm-package test-sanitize sanitized fuzz clean
+  test-windows-short test-arm test-arm-max test-arm-a76 test-arm-package test-sanitize test-sanitize-cpp \
+  test-sanitize-python sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -105,22 +106,34 @@ test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	$(CMAKE) -S . -B build/arm -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake \
 	  -DCHUNKRT_BUILD_PYTHON=OFF
 	$(CMAKE) --build build/arm --target chunkrt_tests --parallel $(JOBS)
+	@$(MAKE) --no-print-directory -j2 test-arm-max test-arm-a76
+
+test-arm-max:
 	$(ARM) -cpu max build/arm/csrc/tests/chunkrt_kernel_tests
 	$(ARM) -cpu max build/arm/csrc/tests/chunkrt_program_tests
-	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
-	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_program_tests
+
+test-arm-a76: export CHUNKRT_FORCE_ISA = neon_dotprod
+test-arm-a76:
+	$(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
+	$(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_program_tests
 
 test-arm-package: $(VENV)/.package $(VENV)/.test $(VENV)/.wheels ## cross-compile the wheel for 64-bit Arm, and run it in an emulator
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null
 	$(BIN)/python -P tests/packaging/arm_package.py
 
 test-sanitize: sanitized ## run the C++ and the native Python tests under sanitizers
-	build/asan/csrc/tests/chunkrt_kernel_tests
-	build/asan/csrc/tests/chunkrt_program_tests
 	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF
 	$(CMAKE) --build build/tsan --target chunkrt_program_tests --parallel $(JOBS)
+	@$(MAKE) --no-print-directory -j2 test-sanitize-cpp test-sanitize-python
+
+test-sanitize-cpp:
+	build/asan/csrc/tests/chunkrt_kernel_tests
+	build/asan/csrc/tests/chunkrt_program_tests
 	build/tsan/csrc/tests/chunkrt_program_tests
-	$(SANITIZED) -m pytest -p no:cacheprovider -o faulthandler_timeout=1200 tests/backends/test_native_*.py
+
+test-sanitize-python:
+	$(SANITIZED) -m pytest --numprocesses $(JOBS) -p no:cacheprovider -o faulthandler_timeout=1200 \
+	  tests/backends/test_native_*.py
 
 docs: $(VENV)/.package $(VENV)/.docs ## build the documentation site in build/site/VERSION; broken links are errors
 	$(BIN)/python -P docs/site/options.py > build/options.md && cp build/options.md docs/options.md
