@@ -93,9 +93,9 @@ def test_states_of_npus_return_unchanged(tmp_path):
     states = [NpuState(status="restoring", failures=3, restored=2, fallbacks=17, error="SSR: no DSP"), NpuState()]
     write_trace(path, [record], "toy", states)
     assert CheckedTrace(path).process == "toy"
-    assert read_trace_file(path).npu == states
+    assert read_trace_file(path)[2] == states
     write_trace(path, [record], "toy")
-    assert read_trace_file(path).npu == []
+    assert read_trace_file(path)[2] == []
 
 
 def test_counters(tmp_path):

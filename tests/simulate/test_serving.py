@@ -208,8 +208,8 @@ def test_a_device_with_an_npu(policy: str, decode_on: Any, tmp_path: Path) -> No
     CheckedTrace(tmp_path / "out.json")
     full = packing(back)
     assert full is not None
-    assert (full.chunks, full.rows_per_chunk) == (found.chunks, found.rows_per_chunk)
-    assert full.padding == pytest.approx(found.padding)
+    assert (full["chunks"], full["rows_per_chunk"]) == (found.chunks, found.rows_per_chunk)
+    assert full["padding"] == pytest.approx(found.padding)
     of_npu = [record for record in back if len(record.pipeline.processors) == 2]
     for time in where_time_went(of_npu):
         assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
