@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
+from chunkrt.runtime.policy import POLICIES, Policy, find_policy
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
@@ -191,7 +191,7 @@ class _Choosing:
     def __init__(self, choose: Callable[[], object]) -> None:
         self._choose = choose
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         return cast(Task, self._choose())
 
 
@@ -226,7 +226,7 @@ class _Adversary:
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = list(choices)
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         choice = self._choices.pop() if self._choices else 0
         return ready[choice % len(ready)]
 

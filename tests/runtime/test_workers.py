@@ -28,7 +28,7 @@ from fake_backend import (
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
+from chunkrt.runtime.policy import POLICIES, Policy, find_policy
 from chunkrt.runtime.request import Chunk, Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
@@ -402,7 +402,7 @@ class _Stubborn:
     name = "stubborn"
     is_concurrent = True
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         return next((task for task in ready if task.chunk == 0), None)
 
 
