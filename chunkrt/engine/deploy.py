@@ -90,10 +90,7 @@ def compile_engine(
     if for_host:
         check_host(longest, context_length)
     on_npu = [(reach, s.name) for reach, of in plans.items() for s in of.subgraphs if s.device == "npu"]
-    jobs = {
-        (soc, length): [(soc.name, length, reach, name) for reach, name in on_npu]
-        for soc, length in targets
-    }
+    jobs = {(soc, length): [(soc.name, length, reach, name) for reach, name in on_npu] for soc, length in targets}
     of_workers = compile_in_workers(
         opened, [job for of_target in jobs.values() for job in of_target], partial(progress, "compiling for the NPU")
     )
