@@ -90,7 +90,7 @@ class Haphazard:
         taken, room = [], chunk_length
         for place in self._random.sample(range(len(waiting)), len(waiting)):
             if room and (not taken or self._random.random() < 0.7):
-                taken.append(Take(place, self._random.randint(1, min(waiting[place].num_tokens, room))))
+                taken.append((place, self._random.randint(1, min(waiting[place].num_tokens, room))))
                 room -= taken[-1].num_tokens
         return taken
 
