@@ -91,7 +91,7 @@ class Haphazard:
         for place in self._random.sample(range(len(waiting)), len(waiting)):
             if room and (not taken or self._random.random() < 0.7):
                 taken.append((place, self._random.randint(1, min(waiting[place].num_tokens, room))))
-                room -= taken[-1].num_tokens
+                room -= taken[-1][1]
         return taken
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import numpy as np
 
@@ -143,28 +142,18 @@ AT_ONCE_BYTES = 16 * 1024
 """Maximum number of additional bytes for an exchange in one step instead of two."""
 
 
-class _Exchange(NamedTuple):
-    """Cost of one sum.
-
-    Attributes:
-        steps: number of messages that depend on each other.
-        sent_bytes: number of bytes that a rank sends; it receives the same number.
-    """
-
-    steps: int
-    sent_bytes: float
-
-
 def is_sent_whole(num_bytes: int, size: int) -> bool:
     """Return True if a sum of `num_bytes` over `size` ranks is exchanged in one step."""
     return num_bytes * (size - 2) <= AT_ONCE_BYTES
 
 
-def exchange_of(num_bytes: int, size: int) -> _Exchange:
-    """Return the cost of a sum of `num_bytes` over `size` ranks, at least 2."""
+def exchange_of(num_bytes: int, size: int) -> tuple[int, float]:
+    """Return the cost of a sum of `num_bytes` over `size` ranks, at least 2: the number of messages that depend on each
+    other, and the number of bytes that a rank sends, which equals the number that it receives.
+    """
     if is_sent_whole(num_bytes, size):
-        return _Exchange(1, float(num_bytes * (size - 1)))
-    return _Exchange(2, 2 * (size - 1) / size * num_bytes)
+        return 1, float(num_bytes * (size - 1))
+    return 2, 2 * (size - 1) / size * num_bytes
 
 
 def local_communicators(size: int) -> list[MessageCommunicator]:
