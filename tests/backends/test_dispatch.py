@@ -212,13 +212,6 @@ def test_operator_without_implementation_is_refused_by_node(decoder, registry):
     assert "switch it on" not in str(refused.value)  # it is on
 
 
-def test_native_still_refuses_float_linears(decoder, registry):
-    backend, weights = make_backend("native", threads=1), decoder.weights["float"]
-    found = dispatcher(decoder, registry, scheme=FLOAT)
-    with pytest.raises(PartitionError, match=r"native cannot run subgraph .* under scheme float .*'w8a8-dynamic'"):
-        found.compile(decoder.plan.static_subgraphs[0], backend, 4, weights)
-
-
 def test_required_operator_stays_on(decoder, registry):
     registry = registry.copy(without=[("rms_norm", "native")])
     function = registry.find("rms_norm", "reference").function

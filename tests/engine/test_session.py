@@ -298,27 +298,6 @@ def test_close_of_the_engine_during_a_prefill_of_the_same_thread_ends_the_prefil
         _ = engine.loaded.scheduler.executors
 
 
-def test_cancel_from_another_thread_stops_the_session(engine, session, monkeypatch):
-    running, cancelled = threading.Event(), threading.Event()
-
-    def wait():
-        running.set()
-        assert cancelled.wait(60)
-
-    def cancel():
-        assert running.wait(60)
-        session.cancel()
-        cancelled.set()
-
-    Hook(engine, monkeypatch, wait)
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    with pytest.raises(ClosedError, match="cancelled"):
-        session.prefill(TOKENS)
-    thread.join(60)
-    assert session.position == 0
-
-
 def test_failed_subgraph_leaves_the_session_unchanged(engine, session, monkeypatch):
     session.prefill(TOKENS[:10])
 

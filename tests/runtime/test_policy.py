@@ -13,10 +13,9 @@ from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.errors import ConfigError
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import DEFAULT_POLICY, MOST_TASKS_FORESEEN, POLICIES, find_policy
+from chunkrt.runtime.policy import MOST_TASKS_FORESEEN, POLICIES, find_policy
 from chunkrt.runtime.schedule import Schedule, upward_ranks
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
@@ -301,10 +300,6 @@ def test_look_ahead_is_never_slower_than_its_candidates(
     assert ends["look_ahead"] == min(ends[name] for name in others)
 
 
-def test_default_policy_exists() -> None:
-    assert find_policy(DEFAULT_POLICY).is_concurrent
-
-
 @pytest.mark.parametrize("policy", CONCURRENT)
 def test_more_slots_save_time_if_attention_grows(policy: str) -> None:
     """In 16 chunks the NPU has work of 25800, the CPU of 25720, most of it for late chunks: more slots help."""
@@ -365,8 +360,3 @@ def test_policy_does_not_depend_on_the_order_of_ready_tasks(policy: str, shadowe
         assert task == chosen
         schedule.complete(task)
     assert schedule.is_finished
-
-
-def test_unknown_policy_is_rejected_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="unknown policy 'inorder'; did you mean 'in_order'"):
-        find_policy("inorder")
