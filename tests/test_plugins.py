@@ -24,7 +24,6 @@ from chunkrt.backends import Support
 from chunkrt.backends.dispatch import registered_operators
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.cli import doctor
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.roles import default_npu_scheme, linear_refusal
@@ -180,52 +179,39 @@ class Broken(ReferenceBackend):
         self.__dict__.update(attributes)
 
 
+def plugin_of(name, group, load=lambda: print):
+    return SimpleNamespace(name=name, group=group.name, distribution=name, version="1", conflict="", load=load)
+
+
 @pytest.mark.parametrize(
     "attributes", [{"concurrency": 0}, {"concurrency": "2"}, {"cache_dtypes": ()}, {"supports": None}]
 )
 def test_doctor_reports_invalid_attributes_of_a_backend(monkeypatch, attributes):
-    plugin = SimpleNamespace(
-        name="toy",
-        group=backends.PLUGINS.name,
-        distribution="toys",
-        version="1",
-        conflict="",
-        load=lambda: lambda threads: Broken(**attributes),
-    )
+    plugin = plugin_of("toy", backends.PLUGINS, lambda: lambda threads: Broken(**attributes))
     monkeypatch.setattr(backends.PLUGINS, "plugins", [plugin])
     finding = doctor.check_plugin(plugin)
     assert not finding.ok
     assert next(iter(attributes)) in finding.advice
 
 
-def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
-    registry = OperatorRegistry()
-    for name in ("one", "two"):
-        with registry.from_distribution(name):
-            registry.register("rms_norm", f"form_of_{name}")(lambda x: x)
+def finding_of_forms(monkeypatch, *forms, package="one"):
+    """Return the doctor's finding for a plug-in, where forms are registered: operator, name, package, backends."""
+    registry = registered_operators().copy()
+    for operator, name, *others in forms:
+        owner, backend_names = others or ("one", ())
+        with registry.from_distribution(owner):
+            registry.register(operator, name, backends=backend_names)(lambda *inputs: inputs[0])
     monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    for name in ("one", "two"):
-        plugin = SimpleNamespace(
-            name=name, group=doctor.dispatch.PLUGINS.name, distribution=name, version="1", load=lambda: print
-        )
-        finding = doctor.check_plugin(plugin)
+    return doctor.check_plugin(plugin_of(package, doctor.dispatch.PLUGINS))
+
+
+def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
+    forms = (("rms_norm", "fast", "one", ()), ("rms_norm", "quick", "two", ()))
+    for package in ("one", "two"):
+        finding = finding_of_forms(monkeypatch, *forms, package=package)
         assert not finding.ok
         assert "'rms_norm' is registered by" in finding.advice
         assert "choose one by `ops='rms_norm=NAME'`" in finding.advice
-
-
-def finding_of_forms(monkeypatch, *forms):
-    """Return the doctor's finding for a plug-in that registers forms, as pairs of operator and name."""
-    registry = registered_operators().copy()
-    with registry.from_distribution("one"):
-        for operator, name in forms:
-            registry.register(operator, name)(lambda *inputs: inputs[0])
-    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    return doctor.check_plugin(
-        SimpleNamespace(
-            name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
-        )
-    )
 
 
 def test_doctor_reports_operators_that_do_not_exist(monkeypatch):
@@ -245,28 +231,15 @@ def test_doctor_accepts_operators_that_packages_add(monkeypatch):
     assert finding_of_forms(monkeypatch, *forms).ok
 
 
-def test_doctor_accepts_forms_of_two_packages_for_different_backends(monkeypatch):
-    registry = OperatorRegistry()
-    for name, backend in (("one", "native"), ("two", "onnxrt")):
-        with registry.from_distribution(name):
-            registry.register("rms_norm", f"form_of_{name}", backends=(backend,))(lambda x: x)
-    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    plugin = SimpleNamespace(
-        name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
-    )
-    assert doctor.check_plugin(plugin).ok
-
-
-def test_doctor_accepts_several_forms_of_one_package(monkeypatch):
-    registry = OperatorRegistry()
-    with registry.from_distribution("one"):
-        for form in ("fast", "exact"):
-            registry.register("rms_norm", form)(lambda x: x)
-    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    plugin = SimpleNamespace(
-        name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
-    )
-    assert doctor.check_plugin(plugin).ok
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (("rms_norm", "fast", "one", ("native",)), ("rms_norm", "quick", "two", ("onnxrt",))),
+        (("rms_norm", "fast"), ("rms_norm", "exact")),
+    ],
+)
+def test_doctor_accepts_forms_for_different_backends_and_several_of_one_package(monkeypatch, forms):
+    assert finding_of_forms(monkeypatch, *forms).ok
 
 
 def test_policy_check_refuses_a_class():

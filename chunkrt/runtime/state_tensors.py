@@ -60,7 +60,7 @@ class Stack(NamedTuple):
     def slot_bytes(self) -> int:
         """Bytes of one slot in all tensors."""
         number, heads, _, width = self.array.shape
-        return number * heads * width * self.array.itemsize
+        return int(number * heads * width * self.array.itemsize)
 
     def empty(self, num_slots: int) -> Array:
         """Return an uninitialised array of the same form for other slots."""

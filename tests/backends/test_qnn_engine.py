@@ -392,22 +392,21 @@ def no_session(htp, soc, model, **options):
     raise RuntimeError("no VTCM left")
 
 
-@pytest.mark.parametrize("how", ["no session", "damaged"])
-def test_npu_failure_at_start_is_an_error(model, engine, request, monkeypatch, how):
-    if how == "damaged":
+@pytest.fixture(params=["no session", "damaged"])
+def refused(request, monkeypatch):
+    """Let the NPU refuse contexts when an engine is loaded."""
+    if request.param == "damaged":
         request.getfixturevalue("damaged")
     else:
         monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+
+
+def test_npu_failure_at_start_is_an_error(model, engine, refused):
     with pytest.raises(DeviceLostError, match=r"the NPU refuses the context of static\.[01]: "):
         load(model)
 
 
-@pytest.mark.parametrize("how", ["no session", "damaged"])
-def test_fallback_at_start_runs_on_the_cpu(model, engine, native, request, monkeypatch, caplog, how):
-    if how == "damaged":
-        request.getfixturevalue("damaged")
-    else:
-        monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+def test_fallback_at_start_runs_on_the_cpu(model, engine, native, caplog, refused):
     with load(model, on_npu_failure="fallback") as other:
         assert other.loaded.npu_backend is other.loaded.cpu_backend
         np.testing.assert_array_equal(logits_of(other, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))

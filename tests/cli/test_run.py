@@ -159,14 +159,6 @@ def test_chat_keeps_earlier_messages(command, chat_model):
     assert finished.err.count("[prompt ") == 2
 
 
-def test_reset_exit_and_unknown_commands(command, chat_model):
-    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
-    finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n/what\n/exit\nhi\n")
-    assert finished.status == 0
-    assert finished.out == once * 2
-    assert "unknown command /what" in finished.err
-
-
 def test_turn_beyond_the_context_is_discarded(command, chat_model):
     once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
     finished = command("chat", chat_model, "-n", 4, stdin=f"{'long ' * 60}\nhi\n")
@@ -206,20 +198,3 @@ def test_chat_refuses_a_model_without_a_template(command):
 def test_the_end_of_the_input_ends_the_chat(command, chat_model):
     finished = command("chat", chat_model, stdin="")
     assert (finished.status, finished.out) == (0, "")
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_chat(command, chat_model, monkeypatch):
-    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
-    generate, calls = chunkrt.Session.generate, []
-
-    def interrupted(self, **options):
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return generate(self, **options)
-
-    monkeypatch.setattr(chunkrt.Session, "generate", interrupted)
-    finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n")
-    assert finished.status == 0
-    assert finished.out == once
-    assert "[stopped; the turn is discarded]" in finished.err

@@ -112,28 +112,6 @@ def test_closed_event_loop_leaves_the_engine_usable(engine):
     np.testing.assert_array_equal(session.prefill(PROMPTS[4]).logits, engine.session().prefill(PROMPTS[4]).logits)
 
 
-def test_session_in_two_threads_is_rejected(engine):
-    session, refused, started = engine.session(), [], threading.Event()
-    session.prefill(PROMPTS[2])
-
-    def look(record):
-        started.set()
-        other.join()
-
-    def use():
-        started.wait(60)
-        try:
-            session.prefill([1])
-        except ConfigError as error:
-            refused.append(str(error))
-
-    other = threading.Thread(target=use)
-    other.start()
-    session.on_run = look
-    session.prefill(PROMPTS[3])
-    assert refused == ["the session is in use by another thread or task; create one for each"]
-
-
 def test_caches_have_a_budget():
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
         one = state_bytes(free)
@@ -347,15 +325,6 @@ def test_contexts_with_a_shared_beginning_run_it_once(monkeypatch):
         assert scores == [cached.session().score(*pair) for pair in pairs]
 
 
-def test_contexts_wait_for_their_shared_beginning_once():
-    """The second waits for the first; those after it find the shared beginning in the prefix cache."""
-    shared = input_ids(NAME)[:48]
-    pairs = [([*shared, *range(n, n + 9)], [3, 7]) for n in range(6)]
-    with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
-        assert len(cached.score(pairs[:1] + pairs)) == 7
-        assert cached.stats().cached_tokens == 5 * 48
-
-
 def test_scores_come_once_each_as_they_are_ready(engine):
     ids = input_ids(NAME)
     pairs = [(ids[: 5 + n % 3], [n, 2]) for n in range(9)]
@@ -397,14 +366,6 @@ def test_process_may_end_while_others_run(num_threads, times):
             timeout=120,
         )
         assert (finished.returncode, finished.stdout) == (0, "over\n"), finished.stderr
-
-
-def test_room_in_the_caches_is_free_at_once(engine):
-    """A closed session's state has no references left, neither from the scheduler's thread nor from its messages."""
-    for _ in range(8):
-        assert len(engine.generate(PROMPTS[:3], max_new_tokens=2)) == 3
-        gc.collect()
-        assert engine.stats().sessions <= 1, "one is the module's own"
 
 
 def test_on_run_may_use_its_session(engine):

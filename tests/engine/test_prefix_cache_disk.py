@@ -107,20 +107,18 @@ def second_file(cache: Path) -> Path:
     return next(path for path in entries(cache) if read_header(path).start == 256)
 
 
-def test_another_process_continues_from_the_folder(
-    model: Path, filled: Path, truth: np.ndarray, lines: list[str]
+def test_names_depend_on_everything_that_bits_depend_on(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cached_tokens(model, filled, truth) == 576
-    assert lines == []
-
-
-def test_names_depend_on_everything_that_bits_depend_on(model: Path, filled: Path, truth: np.ndarray) -> None:
     with load(model) as engine:
         other_math = "bfloat16" if engine.attention_math == "float32" else "float32"
     for options in ({"cache_dtype": "float32"}, {"attention_math": other_math}):
         with load(model, prefix_cache=filled, **options) as engine:
             assert engine.session().prefill(TOKENS).num_cached == 0
     assert cached_tokens(model, filled, truth, context_length=1000, chunk_length=64) == 576
+    monkeypatch.setattr(opening, "native_digest", lambda: "other kernels")
+    assert cached_tokens(model, filled, truth) == 0
+    assert lines == []
 
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
@@ -329,13 +327,6 @@ def test_file_replaced_during_reading_is_read_in_its_old_version(
         assert cached_tokens(model, filled, truth) == 576
     assert contents == {}
     assert lines == []
-
-
-def test_results_of_another_build_are_not_used(
-    model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "native_digest", lambda: "other kernels")
-    assert cached_tokens(model, filled, truth) == 0
 
 
 def test_writer_thread_starts_after_an_interrupted_start(

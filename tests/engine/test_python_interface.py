@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import typing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -116,19 +117,15 @@ def test_engine_and_session_show_the_names_of_the_reference():
         assert not {name for name in vars(session) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("method", ["generate", "chat", "stream"])
-def test_engine_signature_names_every_generation_option(method):
-    parameters = inspect.signature(getattr(chunkrt.Engine, method)).parameters
-    check_generation_options(parameters)
-
-
-@pytest.mark.parametrize("method", ["generate", "agenerate"])
-def test_session_signature_names_every_generation_option(method):
-    check_generation_options(inspect.signature(getattr(chunkrt.Session, method)).parameters)
-
-
-def check_generation_options(parameters):
-    fields = SamplingOptions.__dataclass_fields__
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *product([chunkrt.Engine], ["generate", "chat", "stream"]),
+        *product([chunkrt.Session], ["generate", "agenerate"]),
+    ],
+)
+def test_signature_names_every_generation_option(kind, method):
+    parameters, fields = inspect.signature(getattr(kind, method)).parameters, SamplingOptions.__dataclass_fields__
     assert parameters["max_new_tokens"].default == 256
     assert parameters["sampling"].default == SamplingOptions()
     options = SamplingOptions(**{name: parameters[name].default for name in fields})

@@ -525,7 +525,3 @@ def test_smollm2_on_two_ranks_is_as_close_to_its_float_decoder_as_on_one(scheme)
         for size in (1, 2)
     ]
     assert 0 < kl[1] < 1.25 * kl[0] < 0.015
-
-
-def test_alone_is_one_rank_of_one():
-    assert (ALONE.are_alone, Ranks(0, 2).are_alone, str(Ranks(1, 2))) == (True, False, "rank 1 of 2")

@@ -248,17 +248,6 @@ def test_run_fails_when_its_cpus_are_removed(policy: str, monkeypatch: pytest.Mo
         session.prefill(TOKENS)
 
 
-def test_running_on_restores_the_cpus_after_an_error() -> None:
-    def interrupted() -> None:
-        with running_on({LAST}):
-            assert os.sched_getaffinity(0) == {LAST}
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert os.sched_getaffinity(0) == MASK
-
-
 def test_load_rejects_an_affinity_before_compiling(command, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     finished = command("run", GGUF, "-p", "hello", "--scheme", "float", "--affinity", "9999")

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from chunkrt.errors import BackendError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
-from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.policy import POLICIES
 from chunkrt.runtime.request import Logits, Request, Segment
 from chunkrt.runtime.state import State
 from chunkrt.runtime.stream import compute_alone
@@ -39,20 +39,14 @@ from chunkrt.runtime.tasks import Processor
 
 
 def make_executor(plan: Plan, executables: Mapping[str, FakeExecutable] | None = None, **changes: Any) -> LoneExecutor:
-    options: dict[str, Any] = {
-        "chunk_length": 8,
-        "processors": npu_and_cpu(),
-        "policy": find_policy("in_order"),
-        "chunks_in_flight": 3,
-    }
-    return LoneExecutor(plan, executables or make_executables(plan), **options | changes)
+    return LoneExecutor(plan, executables, **{"chunks_in_flight": 3} | changes)
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
 def test_request_stops_after_any_chunk_and_continues_later(policy: str) -> None:
     plan, token_ids = make_plan(), tokens(29)
     truth = expected_logits(plan, token_ids)
-    executor = make_executor(plan, processors=shared_cpu(2), policy=find_policy(policy), chunks_in_flight=2)
+    executor = make_executor(plan, processors=shared_cpu(2), policy=policy, chunks_in_flight=2)
     for most in range(6):
         state, asked = State(plan, CONTEXT), iter(range(most))
         request = Request(token_ids, state, logits="all")
@@ -127,7 +121,7 @@ def test_failure_restores_every_kind_of_state(
         if fails and name == subgraph and tag <= num_before + failing < tag + 8:
             raise error
 
-    policy = find_policy("sequential" if is_sequential else "in_order")
+    policy = "sequential" if is_sequential else "in_order"
     executor = make_executor(plan, make_executables(plan, after=fail), policy=policy)
     state = State(plan, CONTEXT, chunk_length=8)
     if num_before:
@@ -260,7 +254,7 @@ def test_results_do_not_depend_on_threads_ring_or_policy(
             executables,
             chunk_length=chunk_length,
             processors=shared_cpu(workers) if is_shared else npu_and_cpu(workers),
-            policy=find_policy(policy),
+            policy=policy,
             chunks_in_flight=chunks_in_flight,
         )
         state = State(plan, CONTEXT)
@@ -290,7 +284,7 @@ def test_single_chunk_single_token_and_sequential_runs_start_no_thread(monkeypat
     for shadowed, pipelined_tokens in ((0, 8), (1, 1)):  # the tasks of a fork run at once, except for a single token
         plan = make_plan(shadowed=shadowed)
         pipelined, alone = make_executor(plan), make_executor(plan, processors=shared_cpu(1))
-        sequential = make_executor(plan, policy=find_policy("sequential"))
+        sequential = make_executor(plan, policy="sequential")
         pipelined.run(Request(tokens(pipelined_tokens), State(plan, CONTEXT)))
         sequential.run(Request(tokens(30), State(plan, CONTEXT)))
         alone.run(Request(tokens(30), State(plan, CONTEXT)))
@@ -313,7 +307,7 @@ def test_first_of_several_independent_subgraphs_fills_the_inputs(
 
     monkeypatch.setattr(ChunkBuffers, "load", note)
     executables = make_executables(plan)
-    executor = make_executor(plan, executables, policy=find_policy(policy), chunks_in_flight=2)
+    executor = make_executor(plan, executables, policy=policy, chunks_in_flight=2)
     for _ in range(2):
         result = finish(lambda: executor.run(Request(tokens(30), State(plan, CONTEXT), logits=logits)))
         truth = expected_logits(plan, tokens(30))

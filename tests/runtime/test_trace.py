@@ -6,14 +6,13 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from fake_backend import CONTEXT, LoneExecutor, make_executables, make_plan, npu_and_cpu, shared_cpu, tokens
+from fake_backend import CONTEXT, LoneExecutor, make_plan, npu_and_cpu, shared_cpu, tokens
 from trace_checker import CheckedTrace
 from virtual_record import PLAN, virtual_record
 
 from chunkrt.backends.base import Passage
 from chunkrt.backends.fallback import NpuState
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -180,9 +179,7 @@ def moved_to_zero(event, start_ns):
 
 
 def test_real_runs_round_trip(tmp_path):
-    executor = LoneExecutor(
-        PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
-    )
+    executor = LoneExecutor(PLAN, processors=npu_and_cpu(2), policy="look_ahead")
     state = State(PLAN, CONTEXT)
     records = [executor.run(Request(tokens(count), state)).record for count in (29, 1, 1)]
     write_trace(tmp_path / "out.json", records, "toy")

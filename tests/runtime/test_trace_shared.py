@@ -16,9 +16,10 @@ from fake_backend import make_plan, npu_and_cpu
 from fixture_checkpoints import checkpoint, input_ids
 from shared_runs import shared_records
 from trace_checker import CheckedTrace
+from virtual_record import make_record
 
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord, SegmentRecord, stages_of
+from chunkrt.runtime.record import ChunkRecord, RunRecord, SegmentRecord
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.runtime.trace.file import read_trace, write_trace
 from chunkrt.runtime.trace.idle import idle_gaps, where_time_went
@@ -148,22 +149,9 @@ def made(segments: list[list[tuple[int, int, int]]], spans: Spans | None = None,
         for s, c, who, start, end in spans
     ]
     chunks = [ChunkRecord(number, tuple(SegmentRecord(*s) for s in of)) for number, of in enumerate(segments)]
-    return RunRecord(
-        pipeline=Pipeline(
-            stages=stages_of(PLAN),
-            processors=npu_and_cpu(1 + any(event.worker for event in events)),
-            policy="in_order",
-            chunk_length=8,
-            num_slots=slots,
-            slot_bytes=500,
-        ),
-        num_tokens=sum(chunk.num_tokens for chunk in chunks),
-        position=0,
-        position_bytes=24,
-        start_ns=0,
-        end_ns=max(event.end_ns for event in events),
-        events=events,
-        chunks=chunks,
+    processors = npu_and_cpu(1 + any(event.worker for event in events))
+    return make_record(
+        events, processors, PLAN, num_tokens=sum(chunk.num_tokens for chunk in chunks), slots=slots, chunks=chunks
     )
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from fake_backend import CONTEXT, VOCABULARY, WIDTH, subgraph, value
+from fake_backend import CONTEXT, VOCABULARY, WIDTH, make_schedule, subgraph, value
 from fixture_checkpoints import checkpoint
 from small_shape import SMALL_SHAPE
 from trace_checker import CheckedTrace
+from virtual_record import make_record
 
 from chunkrt.cli import cli
 from chunkrt.compile.compiler import compile_checkpoint
@@ -21,10 +22,9 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.operators import node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Plan, Ranks, Tensor
 from chunkrt.quant.scheme import Recipe, find_scheme
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
-from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
 from chunkrt.runtime.trace.file import read_trace, write_trace
@@ -150,31 +150,8 @@ PLAN, DURATIONS = make_plan(), (10, 30, 20, 5)
 def two_chunks(run: Callable[[Schedule], list[TaskEvent]]) -> RunRecord:
     cpu = Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=1)
     processors = with_link([cpu], PLAN, 2)
-    schedule = Schedule(
-        PLAN,
-        routes=PLAN.flow.routes(2, [1]),
-        chunks_in_flight=2,
-        processors=processors,
-        policy=find_policy("in_order"),
-    )
-    events = run(schedule)
-    pipeline = Pipeline(
-        stages=stages_of(PLAN),
-        processors=processors,
-        policy="in_order",
-        chunk_length=4,
-        num_slots=2,
-        slot_bytes=100,
-    )
-    return RunRecord(
-        pipeline=pipeline,
-        num_tokens=8,
-        position=0,
-        position_bytes=10,
-        start_ns=0,
-        end_ns=events[-1].end_ns,
-        events=events,
-    )
+    schedule = make_schedule(PLAN, 2, in_flight=2, processors=processors)
+    return make_record(run(schedule), processors, PLAN, num_tokens=8, slots=2, chunk_length=4)
 
 
 def spans(record: RunRecord) -> dict[Task, tuple[int, int]]:
