@@ -120,10 +120,6 @@ def test_run_with_scheme_float(command, npu):
     assert json.loads(finished.out)["new_tokens"] == 3
 
 
-def test_run_of_an_engine_directory(command, chat_model):
-    assert command("run", chat_model, "-p", "hello", "-n", 12, "--raw").out == answer("hello", 12) + "\n"
-
-
 def test_run_applies_the_chat_template(command, chat_model):
     finished = command("run", chat_model, "-p", "hi", "-n", 4, "--system", "Be brief.", "--json")
     prompt = "s:Be brief.;u:hi;a:"

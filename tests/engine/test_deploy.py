@@ -18,6 +18,7 @@ from importlib.metadata import version
 import numpy as np
 import psutil
 import pytest
+from calibrated import calibrated
 from damaged_files import flip_a_bit
 from fixture_checkpoints import checkpoint, input_ids
 from random_folders import write_folder
@@ -26,9 +27,7 @@ import chunkrt
 from chunkrt import files
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend, library
 from chunkrt.checkpoints.checkpoint import sampled_digest
-from chunkrt.checkpoints.source import weights_digest
 from chunkrt.cli import doctor
-from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import compile_workers, deploy
 from chunkrt.engine.deploy import compile_engine
@@ -153,12 +152,7 @@ def wide(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     path = write_folder(folder / "wide", num_hidden_layers=1, max_position_embeddings=256, **sizes)
-    planned = plan_checkpoint(path, {})
-    tokens = np.random.default_rng(1).integers(0, planned.plan.vocab_size, 64)
-    calibrate(planned.plan, planned.load, tokens, model="wide", weights=weights_digest(planned.source)).save(
-        folder / "wide.npz"
-    )
-    return path, folder / "wide.npz"
+    return calibrated(path, folder / "wide.npz"), folder / "wide.npz"
 
 
 def test_contexts_of_several_chunk_lengths_store_weights_once_per_soc(wide, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from states import note_runs
 
 import chunkrt
 from chunkrt.engine import scoring
@@ -104,12 +105,8 @@ def test_shared_tokens_are_not_run_again(name, monkeypatch):
             counts.append(sum(ran))
         return told, counts
 
-    ran = []
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
-        run = engine.loaded.scheduler.run
-        monkeypatch.setattr(
-            engine.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
-        )
+        ran = note_runs(engine, monkeypatch)
         told, counts = asyncio.run(tell(engine))
     assert told == counts
     assert told[0] == 32

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from server_of_tests import serving, wait_until
+from states import note_runs
 
 import chunkrt
 from chunkrt.engine.scoring import encode_pair, log_softmax
@@ -149,10 +150,7 @@ def test_prompts_of_an_echo_that_begin_alike_run_their_beginning_once(client, en
     prompts = [[*context, *encoded(engine, ending)] for ending in ("you", "there you", "hello")] + [[5, 6], context]
     options = {"model": "toy", "max_tokens": 0, "echo": True, "logprobs": 2}
     alone = [client.completions.create(prompt=[prompt], **options).choices[0] for prompt in prompts]
-    ran, run = [], engine.loaded.scheduler.run
-    monkeypatch.setattr(
-        engine.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
-    )
+    ran = note_runs(engine, monkeypatch)
     answer = client.completions.create(prompt=prompts, **options)
     assert [choice.logprobs for choice in answer.choices] == [choice.logprobs for choice in alone]
     assert [choice.text for choice in answer.choices] == [choice.text for choice in alone]

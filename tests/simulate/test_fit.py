@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 from chunkrt.backends.qnn.library import is_installed, open_htp, open_session
@@ -293,10 +294,7 @@ def test_the_command_refuses_an_engine_with_outputs_in_float(command):
     ],
 )
 def test_bad_input_prints_one_line(command, arguments, message):
-    finished = command("fit", GGUF, *arguments)
-    assert (finished.status, finished.out) == (1, "")
-    assert finished.err.startswith(f"chunkrt: {message}")
-    assert finished.err.count("\n") == 1
+    expect_one_line(command("fit", GGUF, *arguments), f"chunkrt: {message}", 1)
 
 
 def test_a_wrong_command_line_lists_the_choices(command):

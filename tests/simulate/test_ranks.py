@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from fake_backend import CONTEXT, VOCABULARY, WIDTH, make_schedule, subgraph, value
 from fixture_checkpoints import checkpoint
+from measured_profiles import toy_profile
 from small_shape import SMALL_SHAPE
 from trace_checker import CheckedTrace
 from virtual_record import make_record
@@ -32,10 +33,9 @@ from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.runtime.trace.timeline.picture import make_picture
 from chunkrt.runtime.trace.utilisation import link_time
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
-from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, MeasuredProfile, find_device, find_link, simulate
+from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, find_device, find_link, simulate
 from chunkrt.simulate.experiments import plans_of
 from chunkrt.simulate.link import read_link
-from chunkrt.simulate.measured import ThreadsCost
 from chunkrt.simulate.speeds import link_speeds
 from chunkrt.simulate.work import Work
 
@@ -335,17 +335,7 @@ def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile)
     options = {"prompt_length": 32, "chunk_length": 32, "policy": "in_order", "ranks": 2, "link": LINK}
     with pytest.raises(ConfigError, match="'w8a16' is static, and the simulation of 2 ranks has no NPU"):
         simulate(share(0, 2), device, scheme="w8a16", **options)
-    measured = MeasuredProfile(
-        name="toy",
-        model="small",
-        scheme=SCHEME,
-        chunk_length=32,
-        has_npu=False,
-        conditions="none",
-        budgets={
-            1: ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs={}, decode={})
-        },
-    )
+    measured = replace(toy_profile(SHAPE.plan()), scheme=SCHEME)
     with pytest.raises(ConfigError, match="toy was measured on a complete decoder"):
         simulate(share(0, 2), measured, scheme=SCHEME, **options)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 import chunkrt.simulate.tune as search
@@ -449,9 +450,7 @@ def test_an_evaluation_without_a_base_has_no_divergence(evaluations, tmp_path: P
 
 def test_command_refuses_evaluations_of_another_checkpoint(command, evaluations, tmp_path: Path) -> None:
     options = ["--device", "sd8gen3", "-o", tmp_path / "tuned.toml", "--quality", evaluations["w8a16"]]
-    finished = command("tune", checkpoint("lfm2"), *options)
-    assert (finished.status, finished.out) == (1, "")
-    assert "evaluates another checkpoint" in finished.err
+    expect_one_line(command("tune", checkpoint("lfm2"), *options), "evaluates another checkpoint", 1)
 
 
 def test_an_engine_directory_has_the_divergence_of_its_own_scheme(command, evaluations, tmp_path: Path) -> None:
@@ -665,10 +664,9 @@ def test_a_wrong_command_prints_one_line_and_writes_nothing(command, tmp_path: P
     if "--dask" in options:
         pytest.importorskip("distributed", reason="distributed is not installed")
     options = [str(tmp_path / option) if option.startswith(("tuned", "nowhere")) else option for option in options]
-    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "64", "-o", tmp_path / "tuned.toml", *options)
-    assert (finished.status, finished.out) == (1, "")
-    assert message in finished.err
-    assert finished.err.count("\n") == 1
+    expect_one_line(
+        command("tune", GGUF, "--device", "sd8gen3", "-p", "64", "-o", tmp_path / "tuned.toml", *options), message, 1
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -720,10 +718,11 @@ def test_an_engine_directory_that_the_npu_does_not_run_is_refused(command, tmp_p
     """Without a SoC, `w8a8` has outputs in float."""
     folder = tmp_path / "engine"
     command("compile", GGUF, "-o", folder, "--scheme", "w8a8")
-    finished = command("tune", folder, "--device", "sd8gen3", "-o", tmp_path / "tuned.toml")
-    assert (finished.status, finished.out) == (1, "")
-    assert "was compiled under w8a8, which the NPU does not run: MatMul of u8 by s8 into float32" in finished.err
-    assert finished.err.count("\n") == 1
+    expect_one_line(
+        command("tune", folder, "--device", "sd8gen3", "-o", tmp_path / "tuned.toml"),
+        "was compiled under w8a8, which the NPU does not run: MatMul of u8 by s8 into float32",
+        1,
+    )
 
 
 @pytest.fixture(scope="module")
