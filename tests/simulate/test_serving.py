@@ -253,8 +253,8 @@ def test_shared_chunks_attend_to_each_sequences_history() -> None:
 
 
 def profile_of(*, has_npu: bool = False, decode_us: float | None = 40.0) -> MeasuredProfile:
-    """Of decoding sequences, all layers take `decode_us` microseconds, 3 for each row, a quarter for each pair, and the
-    head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
+    """Return a profile in which all layers of decoding sequences take `decode_us` microseconds, 3 for each row and a
+    quarter for each pair, and the head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
     """
     layers, head = merged_on_cpu(SMALL).subgraphs
     decode = {
