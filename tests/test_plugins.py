@@ -24,7 +24,6 @@ from chunkrt.backends import Support
 from chunkrt.backends.dispatch import registered_operators
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.cli import doctor
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.roles import default_npu_scheme, linear_refusal
@@ -136,16 +135,19 @@ def family(tmp_path_factory):
     return folder
 
 
+def succeeded(finished):
+    """Return stdout and stderr of a finished process."""
+    status, *told = finished
+    assert status == 0, told
+    return told
+
+
 def run_answer(finished):
-    status, out, err = finished
-    assert status == 0, err
-    return json.loads(out)
+    return json.loads(succeeded(finished)[0])
 
 
 def test_doctor_lists_plugins_and_reports_faults(cli):
-    status, out, err = cli("doctor", "--json")
-    assert status == 0, err
-    found = {f["what"]: f for f in json.loads(out) if f["what"].startswith("chunkrt.")}
+    found = {f["what"]: f for f in run_answer(cli("doctor", "--json")) if f["what"].startswith("chunkrt.")}
     assert {what: f["ok"] for what, f in found.items()} == {
         "chunkrt.operators broken": False,
         "chunkrt.operators tiny": True,
@@ -180,52 +182,39 @@ class Broken(ReferenceBackend):
         self.__dict__.update(attributes)
 
 
+def plugin_of(name, group, load=lambda: print):
+    return SimpleNamespace(name=name, group=group.name, distribution=name, version="1", conflict="", load=load)
+
+
 @pytest.mark.parametrize(
     "attributes", [{"concurrency": 0}, {"concurrency": "2"}, {"cache_dtypes": ()}, {"supports": None}]
 )
 def test_doctor_reports_invalid_attributes_of_a_backend(monkeypatch, attributes):
-    plugin = SimpleNamespace(
-        name="toy",
-        group=backends.PLUGINS.name,
-        distribution="toys",
-        version="1",
-        conflict="",
-        load=lambda: lambda threads: Broken(**attributes),
-    )
+    plugin = plugin_of("toy", backends.PLUGINS, lambda: lambda threads: Broken(**attributes))
     monkeypatch.setattr(backends.PLUGINS, "plugins", [plugin])
     finding = doctor.check_plugin(plugin)
     assert not finding.ok
     assert next(iter(attributes)) in finding.advice
 
 
-def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
-    registry = OperatorRegistry()
-    for name in ("one", "two"):
-        with registry.from_distribution(name):
-            registry.register("rms_norm", f"form_of_{name}")(lambda x: x)
+def finding_of_forms(monkeypatch, *forms, package="one"):
+    """Return the doctor's finding for a plug-in, where forms are registered: operator, name, package, backends."""
+    registry = registered_operators().copy()
+    for operator, name, *others in forms:
+        owner, backend_names = others or ("one", ())
+        with registry.from_distribution(owner):
+            registry.register(operator, name, backends=backend_names)(lambda *inputs: inputs[0])
     monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    for name in ("one", "two"):
-        plugin = SimpleNamespace(
-            name=name, group=doctor.dispatch.PLUGINS.name, distribution=name, version="1", load=lambda: print
-        )
-        finding = doctor.check_plugin(plugin)
+    return doctor.check_plugin(plugin_of(package, doctor.dispatch.PLUGINS))
+
+
+def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
+    forms = (("rms_norm", "fast", "one", ()), ("rms_norm", "quick", "two", ()))
+    for package in ("one", "two"):
+        finding = finding_of_forms(monkeypatch, *forms, package=package)
         assert not finding.ok
         assert "'rms_norm' is registered by" in finding.advice
         assert "choose one by `ops='rms_norm=NAME'`" in finding.advice
-
-
-def finding_of_forms(monkeypatch, *forms):
-    """Return the doctor's finding for a plug-in that registers forms, as pairs of operator and name."""
-    registry = registered_operators().copy()
-    with registry.from_distribution("one"):
-        for operator, name in forms:
-            registry.register(operator, name)(lambda *inputs: inputs[0])
-    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    return doctor.check_plugin(
-        SimpleNamespace(
-            name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
-        )
-    )
 
 
 def test_doctor_reports_operators_that_do_not_exist(monkeypatch):
@@ -245,28 +234,15 @@ def test_doctor_accepts_operators_that_packages_add(monkeypatch):
     assert finding_of_forms(monkeypatch, *forms).ok
 
 
-def test_doctor_accepts_forms_of_two_packages_for_different_backends(monkeypatch):
-    registry = OperatorRegistry()
-    for name, backend in (("one", "native"), ("two", "onnxrt")):
-        with registry.from_distribution(name):
-            registry.register("rms_norm", f"form_of_{name}", backends=(backend,))(lambda x: x)
-    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    plugin = SimpleNamespace(
-        name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
-    )
-    assert doctor.check_plugin(plugin).ok
-
-
-def test_doctor_accepts_several_forms_of_one_package(monkeypatch):
-    registry = OperatorRegistry()
-    with registry.from_distribution("one"):
-        for form in ("fast", "exact"):
-            registry.register("rms_norm", form)(lambda x: x)
-    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
-    plugin = SimpleNamespace(
-        name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
-    )
-    assert doctor.check_plugin(plugin).ok
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (("rms_norm", "fast", "one", ("native",)), ("rms_norm", "quick", "two", ("onnxrt",))),
+        (("rms_norm", "fast"), ("rms_norm", "exact")),
+    ],
+)
+def test_doctor_accepts_forms_for_different_backends_and_several_of_one_package(monkeypatch, forms):
+    assert finding_of_forms(monkeypatch, *forms).ok
 
 
 def test_policy_check_refuses_a_class():
@@ -318,8 +294,7 @@ np.testing.assert_array_equal(logits[0], logits[1])
 
 
 def test_operator_of_a_plugin_runs_once_per_chunk_if_enabled(python):
-    status, _, err = python("-c", OPERATOR_RUNS, checkpoint("llama_mha"))
-    assert status == 0, err
+    succeeded(python("-c", OPERATOR_RUNS, checkpoint("llama_mha")))
 
 
 PREPARED_RUNS = """
@@ -338,8 +313,7 @@ assert 0 < np.abs(logits[0] - logits[1]).max() < 2e-2 * np.abs(logits[0]).max()
 
 
 def test_operator_of_a_plugin_prepares_its_weight_once(python):
-    status, _, err = python("-c", PREPARED_RUNS, checkpoint("llama_mha"))
-    assert status == 0, err
+    succeeded(python("-c", PREPARED_RUNS, checkpoint("llama_mha")))
 
 
 OBJECTS_BESIDE_AN_NPU = """
@@ -377,8 +351,7 @@ assert np.abs(logits[0] - logits[1]).max() < 1e-2 * np.abs(logits[0]).max()
 
 def test_object_serves_the_npu_and_the_cpu(python):
     """Both compile the static subgraphs; the weights of a linear are prepared once."""
-    status, _, err = python("-c", OBJECTS_BESIDE_AN_NPU, checkpoint("llama_biased_gguf"))
-    assert status == 0, err
+    succeeded(python("-c", OBJECTS_BESIDE_AN_NPU, checkpoint("llama_biased_gguf")))
 
 
 BACKENDS_CONFORM = """
@@ -391,8 +364,7 @@ for name in ("tiny", "tiny_npu", "tiny_float"):
 
 @pytest.mark.slow
 def test_backends_of_plugins_conform(python):
-    status, _, err = python("-c", BACKENDS_CONFORM)
-    assert status == 0, err
+    succeeded(python("-c", BACKENDS_CONFORM))
 
 
 ROLES = """
@@ -427,8 +399,7 @@ else:
 
 
 def test_backend_of_a_plugin_serves_as_npu_and_cpu_or_as_npu_only(python):
-    status, _, err = python("-c", ROLES, checkpoint("llama_biased_gguf"))
-    assert status == 0, err
+    succeeded(python("-c", ROLES, checkpoint("llama_biased_gguf")))
 
 
 FLOAT_ROLES = """
@@ -450,8 +421,7 @@ np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
 
 
 def test_onnxrt_serves_as_cpu_if_the_npu_supports_only_float(python, cli):
-    status, _, err = python("-c", FLOAT_ROLES, checkpoint(FAMILY))
-    assert status == 0, err
+    _, err = succeeded(python("-c", FLOAT_ROLES, checkpoint(FAMILY)))
     assert err.count("onnxrt serves as the CPU: native does not support linear layers under the scheme float") == 1
     report = run_answer(cli("ops", checkpoint(FAMILY), "--npu", "tiny_float", "--json"))
     assert (report["scheme"], report["npu"], report["cpu"]) == ("float", "tiny_float", "onnxrt")
@@ -473,8 +443,7 @@ np.save(sys.argv[1], logits[0])
 def test_decoder_family_of_a_plugin_equals_llama(python, cli, family, tmp_path):
     path = tmp_path / "logits.npy"
     np.save(path, np.array(input_ids(FAMILY)))
-    status, _, err = python("-c", DECODER, path, family, checkpoint(FAMILY))
-    assert status == 0, err
+    succeeded(python("-c", DECODER, path, family, checkpoint(FAMILY)))
     np.testing.assert_allclose(np.load(path), expected_logits(FAMILY), atol=1e-4, rtol=1e-3)
     report = run_answer(cli("plan", family, "--npu", "tiny_npu", "--json"))
     assert (report["plan"]["family"], report["scheme"]) == ("tiny_llama", "w8a16")
@@ -530,12 +499,10 @@ def test_gguf_architecture_of_a_plugin_equals_llama(python, cli, tmp_path):
     own.write_bytes((head + key + rest.replace(b"llama", b"lalma", 1)).replace(b"llama.", b"lalma."))
     path = tmp_path / "logits.npy"
     np.save(path, np.array(input_ids("llama_biased_gguf")))
-    status, _, err = python("-c", DECODER, path, own, GGUF)
-    assert status == 0, err
-    status, out, err = cli("support", own)
+    succeeded(python("-c", DECODER, path, own, GGUF))
+    _, out, err = cli("support", own)
     assert "GGUF, architecture lalma: tiny_llama, tiny_plugins/decoder.py" in out, err
-    status, out, err = python("-c", KEYS, own, GGUF)
-    assert status == 0, err
+    out, _ = succeeded(python("-c", KEYS, own, GGUF))
     (mine, theirs), (mine_after, theirs_after) = (line.split() for line in out.splitlines())
     assert mine != mine_after
     assert theirs == theirs_after
@@ -594,8 +561,7 @@ def recurrent(tmp_path_factory):
 def found_by(python, program, folder, ids, tmp_path):
     """Run a program on a checkpoint and token ids; return the arrays that it saves, and its errors."""
     np.save(tmp_path / "ids.npy", ids)
-    status, _, err = python("-c", program, folder, tmp_path)
-    assert status == 0, err
+    _, err = succeeded(python("-c", program, folder, tmp_path))
     return np.load(tmp_path / "found.npz"), err
 
 
@@ -650,8 +616,7 @@ def test_new_operator_of_a_plugin_is_exported_by_its_expansion(cli, recurrent, t
     options = ("--window", "5", "--sequence", "10", "--opset", "23")
     for dtype, tolerance in (("fp32", 1e-5), ("fp16", 0.01)):
         path = tmp_path / f"{dtype}.onnx"
-        status, _, err = cli("export", folder, "-o", path, *options, "--dtype", dtype)
-        assert status == 0, err
+        succeeded(cli("export", folder, "-o", path, *options, "--dtype", dtype))
         assert {node.domain for node in onnx_ir.load(path).graph.all_nodes()} == {""}
         np.testing.assert_allclose(OnnxSession(path).run(ids), logits, rtol=0, atol=tolerance * np.abs(logits).max())
     status, _, err = cli("export", folder, "-o", tmp_path / "old.onnx", "--window", "5", "--opset", "18")
@@ -666,8 +631,7 @@ def test_cost_of_a_new_operator_is_simulated(python, recurrent):
     moves 32 rows of 32 floats from and to the NPU.
     """
     folder, *_ = recurrent
-    status, out, err = python("-c", COSTS, folder)
-    assert status == 0, err
+    out, _ = succeeded(python("-c", COSTS, folder))
     (once, num_bytes), (often, _) = (map(float, line.split()) for line in out.splitlines())
     assert often > 100 * once
     assert num_bytes == 2 * 4 * (32 + 32 * 32)
@@ -679,13 +643,10 @@ def test_new_operator_of_a_plugin_is_evaluated_per_layer(cli, recurrent, tmp_pat
     text.write_text("a running sum that decays " * 20)
     options = ("--per-layer", "--context", "32", "--windows", "2", "--json")
     for scheme in ("w8a8-dynamic", "w8a16"):
-        status, out, err = cli("eval", folder, "--text", text, "--npu", "reference", "--scheme", scheme, *options)
-        assert status == 0, err
+        out, _ = succeeded(cli("eval", folder, "--text", text, "--npu", "reference", "--scheme", scheme, *options))
         assert "model.in_proj" in out
-    status, _, err = cli("calibrate", folder, "-o", tmp_path / "c.npz", "--text", text)
-    assert status == 0, err
-    status, _, err = cli("run", folder, "-p", "a b", "-n", "2", "--npu", "reference")
-    assert status == 0, err
+    succeeded(cli("calibrate", folder, "-o", tmp_path / "c.npz", "--text", text))
+    succeeded(cli("run", folder, "-p", "a b", "-n", "2", "--npu", "reference"))
 
 
 POLICY = """
@@ -704,10 +665,8 @@ assert sorted(orders[0]) == sorted(orders[1])
 
 
 def test_policy_of_a_plugin_changes_the_order_and_no_bit(python, cli):
-    status, _, err = python("-c", POLICY, GGUF)
-    assert status == 0, err
-    status, out, err = cli("simulate", "gemma-2b", "--device", "sd8gen3", "-p", "64", "--policy", "latest_chunk")
-    assert status == 0, err
+    succeeded(python("-c", POLICY, GGUF))
+    out, _ = succeeded(cli("simulate", "gemma-2b", "--device", "sd8gen3", "-p", "64", "--policy", "latest_chunk"))
     assert "latest_chunk" in out
 
 
@@ -727,8 +686,7 @@ print(done)
 
 
 def test_batcher_of_a_plugin_changes_chunks_and_no_answer(python):
-    status, out, err = python("-c", BATCHER, GGUF)
-    assert status == 0, err
+    out, _ = succeeded(python("-c", BATCHER, GGUF))
     assert sorted(json.loads(out)) == [0, 1, 2]
 
 

@@ -322,9 +322,9 @@ def measure(
         samples_ts=rates,
         ttft_ms=statistics.mean(ns for ns, _ in samples) / 1e6 if test.n_prompt else None,
         peak_memory_bytes=peak_memory_bytes(),
-        npu_busy=busy.npu_busy if has_npu else None,
-        cpu_busy=busy.cpu_busy,
-        overlap=busy.overlap if has_npu else None,
+        npu_busy=busy["npu_busy"] if has_npu else None,
+        cpu_busy=busy["cpu_busy"],
+        overlap=busy["overlap"] if has_npu else None,
     )
 
 

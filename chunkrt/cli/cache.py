@@ -17,7 +17,7 @@ from chunkrt.cli.shared_options import DEFAULT_UNIT, verbose_option
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
-from chunkrt.engine.prefix_cache.folder import entries
+from chunkrt.engine.prefix_cache.folder import entries, is_part
 from chunkrt.engine.prefix_cache.opening import own_folder
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import bytes_below, only_writer, remove
@@ -101,7 +101,7 @@ def show(folder: Path | None, as_json: bool) -> None:
         click.echo(f"{one.model} {one.scheme}: {one.tokens} tokens in {one.files} files, {one.bytes / 1e6:.1f} MB")
     if damaged:
         click.echo(f"{damaged} damaged or incomplete files, which are removed when they are read")
-    click.echo(f"{folder}: {sum(entry.num_bytes for entry in entries(folder)) / 1e6:.1f} MB")
+    click.echo(f"{folder}: {sum(stat.st_size for stat in entries(folder).values()) / 1e6:.1f} MB")
 
 
 @cache.command(cls=GroupedCommand)
@@ -144,7 +144,7 @@ def clear(
 def _kept(kind: str) -> Kept:
     folder = catalogue.home() / kind
     if kind == "prefixes":
-        sizes = [entry.num_bytes for entry in entries(folder)]
+        sizes = [stat.st_size for stat in entries(folder).values()]
     else:
         sizes = [bytes_below(path) for path in _listed(folder)]
     return Kept(kind=kind, what=KINDS[kind], folder=str(folder), entries=len(sizes), bytes=sum(sizes))
@@ -154,15 +154,15 @@ def _prefixes(folder: Path) -> tuple[list[Prefixes], int]:
     """Return the prefixes by model and scheme, and the number of damaged files."""
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     damaged = 0
-    for entry in entries(folder):
+    for path, stat in entries(folder).items():
         try:
-            if entry.is_part:
+            if is_part(path):
                 raise ValueError("half-written")
-            header = read_header(entry.path)
+            header = read_header(path)
         except (OSError, ValueError, msgspec.MsgspecError):
             damaged += 1
             continue
-        found.setdefault((header.model, header.scheme), []).append((len(header.tokens), entry.num_bytes))
+        found.setdefault((header.model, header.scheme), []).append((len(header.tokens), stat.st_size))
     prefixes = [
         Prefixes(
             model=model,

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from chunkrt.cli.command import option
 from chunkrt.cli.shared_options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
-from chunkrt.engine.keywords import GenerationSettings
+from chunkrt.engine.keywords import MAX_NEW_TOKENS
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.files import parse_json
@@ -90,7 +90,7 @@ _OPTIONS = (
         "--max-new-tokens",
         group="Answer",
         type=int,
-        default=GenerationSettings.max_new_tokens,
+        default=MAX_NEW_TOKENS,
         show_default=True,
         callback=lambda context, parameter, value: UNLIMITED if value == -1 else value,
         help="Generate at most this number of tokens; -1 sets no limit.",

@@ -109,12 +109,12 @@ def plan(
             "prompt_length": prompt_length,
             "subgraphs": [asdict(f) for f in figures],
             "attention": asdict(attention),
-            "moved": [asdict(each) for each in moved],
+            "moved": [dict(zip(("operator", "node", "reason"), each, strict=True)) for each in moved],
             "plan": json.loads(found.to_json()),
         }
         click.echo(json.dumps(summary, indent=1))
     else:
-        nodes = {each.node for each in moved}
+        nodes = {node for _, node, _ in moved}
         marked = {s.name for s in found.subgraphs if any(node.name in nodes for node in s.nodes)}
         gathers = {s.name for s in found.subgraphs if any(node.op == ALL_GATHER_OP for node in s.nodes)}
         _print(figures, attention, ranks, chunk_length, prompt_length, marked, gathers)

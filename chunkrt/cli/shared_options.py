@@ -128,9 +128,9 @@ def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Comman
         @wraps(command)
         def checked(*arguments: Any, **options: Any) -> Any:
             for name, (_, _, declared) in DECLARED.items():
-                for need in declared.needs:
-                    if not need.is_met(options):
-                        refuse_without(need.text.format_map(options), name)
+                for is_met, condition in declared.needs:
+                    if not is_met(options):
+                        refuse_without(condition.format_map(options), name)
             return command(*arguments, **options)
 
         with_settings = _VERBOSE(settings_option(*of_settings)(checked))

@@ -71,7 +71,7 @@ def _text(group: Group) -> str:
     runs = f"{len(group.records)} run{'s' if len(group.records) > 1 else ''}"
     speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
     shared = group.packing
-    num_chunks = shared.chunks if shared else record.num_chunks
+    num_chunks = shared["chunks"] if shared else record.num_chunks
     cached = f"{group.num_cached} tokens cached, " if group.num_cached else ""
     lines = [
         f"{group.name}: {runs}, {cached}{group.wall_ns / 1e6:.1f} ms, {speed:.1f} tokens/s, "
@@ -79,16 +79,16 @@ def _text(group: Group) -> str:
         f"{record.pipeline.num_slots} chunk slots"
     ]
     if shared:
-        padding = "" if shared.padding is None else f", {shared.padding:.1%} of the NPU's rows were padding"
+        padding = "" if shared["padding"] is None else f", {shared['padding']:.1%} of the NPU's rows were padding"
         lines.append(
-            f"{shared.rows_per_chunk:.1f} of {record.pipeline.chunk_length} rows a chunk on average, "
-            f"{shared.packed:.1%} of the chunks held more than one of {shared.sequences} sequences{padding}"
+            f"{shared['rows_per_chunk']:.1f} of {record.pipeline.chunk_length} rows a chunk on average, "
+            f"{shared['packed']:.1%} of the chunks held more than one of {shared['sequences']} sequences{padding}"
         )
     processors = [time for time in group.processors if time.name != "link"]
     columns = [shares(time) for time in processors]
     heads = [f"{time.name} x {time.workers}" if time.workers > 1 else time.name for time in processors]
     link = group.link
-    of_link = [100 * link.busy_ns / group.wall_ns] if link and group.wall_ns else []
+    of_link = [100 * link["busy_ns"] / group.wall_ns] if link and group.wall_ns else []
     none, no_link = [0.0] * len(columns), [0.0] * len(of_link)
     if of_link:
         heads.append("link")
@@ -103,16 +103,16 @@ def _text(group: Group) -> str:
         if any(parts):
             lines.append(_line(f"  of that {SPAN_MEANINGS[span]}", parts + no_link))
     if link and of_link:
-        lines.append(_line("  sums, hidden by other work", [*none, of_link[0] * link.hidden]))
-        lines.append(_line("  sums, not hidden", [*none, of_link[0] * (1 - link.hidden)]))
+        lines.append(_line("  sums, hidden by other work", [*none, of_link[0] * link["hidden"]]))
+        lines.append(_line("  sums, not hidden", [*none, of_link[0] * (1 - link["hidden"])]))
     for cause, meaning in CAUSES.items():
         if any(column[cause] for column in columns):
             lines.append(_line(f"idle: {meaning}", [column[cause] for column in columns] + no_link))
     if link and of_link:
         lines.append(_line("idle: no sum in progress", [*none, 100 - of_link[0]]))
         lines.append(
-            f"{link.num_sums} sums over ranks were in progress for {link.busy_ns / 1e6:.1f} ms; other work hid "
-            f"{link.hidden:.1%} of that"
+            f"{link['num_sums']} sums over ranks were in progress for {link['busy_ns'] / 1e6:.1f} ms; other work hid "
+            f"{link['hidden']:.1%} of that"
         )
     return "\n".join(lines)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from chunkrt.backends import Support
@@ -35,13 +36,8 @@ from chunkrt.quant.scheme import Scheme
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """An operator that moves to the CPU: its name, its last node, and the NPU's reason for refusing it."""
-
-    operator: str
-    node: str
-    reason: str
+Moved = tuple[str, str, str]
+"""An operator that moves to the CPU: its name, its last node, and the NPU's reason for refusing it."""
 
 
 def plan_by_capability(
@@ -82,11 +78,11 @@ def plan_by_capability(
         uses = _checked_alone(dispatcher, subgraph, plan, name, supports, scheme)
         refused = [each for use, each in uses if each and use.operator not in IN_NUMPY]
         near = _near(plan, options, name)
-        for each in refused:
-            if placed_by_name(placement, each.node) == "npu" and each.node not in near:
-                raise PartitionError(f"{name} cannot run node {each.node}, which is placed on the NPU: {each.reason}")
+        for _, node, reason in refused:
+            if placed_by_name(placement, node) == "npu" and node not in near:
+                raise PartitionError(f"{name} cannot run node {node}, which is placed on the NPU: {reason}")
         subgraphs += _cut(subgraph, plan, uses)
-        moved += [each for each in refused if each.node not in near]
+        moved += [each for each in refused if each[1] not in near]
     if options.npu_strict and moved:
         return plan, []
     return (plan if tuple(subgraphs) == plan.subgraphs else replace(plan, subgraphs=tuple(subgraphs))), moved
@@ -113,8 +109,9 @@ def check_plan(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
 
 def told(moved: Sequence[Moved]) -> str:
     """Return one line with the number of operators of each name that move to the CPU, the first one, and the reason."""
-    groups = [list(group) for _, group in groupby(sorted(moved, key=lambda m: m.operator), key=lambda m: m.operator)]
-    parts = [f"{len(group)} {group[0].operator} (first {group[0].node}: {group[0].reason})" for group in groups]
+    by_operator = itemgetter(0)
+    groups = [list(group) for _, group in groupby(sorted(moved, key=by_operator), key=by_operator)]
+    parts = [f"{len(group)} {name} (first {node}: {reason})" for group in groups for name, node, reason in group[:1]]
     what = "; ".join(parts)
     return f"the CPU runs operators that the NPU does not support: {what}; `npu_strict=True` makes this an error"
 
@@ -145,7 +142,7 @@ def _checked_alone(
     found: list[tuple[Use, Moved | None]] = []
     for (use, runner), part in zip(runners, parts, strict=True):
         support = supports(part, alone, scheme) if runner.form is None else Support(ok=True)
-        moved = Moved(operator=use.operator, node=support.node or use.node.name, reason=support.reason)
+        moved = use.operator, support.node or use.node.name, support.reason
         found.append((use, None if support else moved))
     return found
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
@@ -48,15 +48,8 @@ layers, with 107 MB of weights, takes 1.2 GB."""
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One context: a subgraph of the plan with a reach, for a SoC and a chunk length."""
-
-    soc: str
-    chunk_length: int
-    reach: int
-    subgraph: str
+Job = tuple[str, int, int, str]
+"""A context to compile: its SoC, its chunk length, the reach of its plan, and the name of its subgraph."""
 
 
 class Contexts:
@@ -101,29 +94,29 @@ class Contexts:
 
     def prepare(self, job: Job) -> Path:
         """Return the folder of a context, compiling it if necessary. Raises as `QnnBackend.prepare`."""
-        subgraph, plan = self._parts(job)
-        backend = self.backend(job.soc)
-        return backend.prepare(subgraph, plan, job.chunk_length, self.scheme, self.weights).parent
+        soc, chunk_length, reach, name = job
+        return self.backend(soc).prepare(*self._graph(reach, name), chunk_length, self.scheme, self.weights).parent
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs whose contexts do not exist, one for each context."""
         found: dict[str, Job] = {}
         for job in jobs:
-            backend, (subgraph, plan) = self.backend(job.soc), self._parts(job)
-            key = backend.key(subgraph, plan, job.chunk_length, self.scheme, self.weights)
+            soc, chunk_length, reach, name = job
+            backend = self.backend(soc)
+            key = backend.key(*self._graph(reach, name), chunk_length, self.scheme, self.weights)
             if not backend.has(key):
                 found.setdefault(key, job)
         return list(found.values())
 
     def most_weight_bytes(self, jobs: Sequence[Job]) -> int:
         """Return the largest size of the weights of a context."""
-        names = {(job.reach, job.subgraph): self._parts(job)[0].weights for job in jobs}
+        names = {graph: self._graph(*graph)[0].weights for graph in {job[2:] for job in jobs}}
         sizes = {name: self.plan.tensors[name].num_bytes() // 4 for of_one in names.values() for name in of_one}
         return max(sum(sizes[name] for name in of_one) for of_one in names.values())
 
-    def _parts(self, job: Job) -> tuple[Subgraph, Plan]:
-        plan = self.plans[job.reach]
-        return next(subgraph for subgraph in plan.subgraphs if subgraph.name == job.subgraph), plan
+    def _graph(self, reach: int, name: str) -> tuple[Subgraph, Plan]:
+        plan = self.plans[reach]
+        return next(subgraph for subgraph in plan.subgraphs if subgraph.name == name), plan
 
 
 def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callable[[int, int], None]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.engine.arguments import read_size, require_path
@@ -30,16 +30,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-class Need(NamedTuple):
-    """Condition under which an option has an effect.
-
-    Attributes:
-        is_met: True for options under which the option has an effect.
-        text: the condition, in terms of the command line; {name} stands for the value of an option.
-    """
-
-    is_met: Callable[[Mapping[str, Any]], bool]
-    text: str
+Need = tuple[Callable[[Mapping[str, Any]], bool], str]
+"""Condition under which an option has an effect: a predicate of all options, and the condition in terms of the command
+line, in which {name} stands for the value of an option.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from typing import Any
 from chunkrt.backends.qnn import find_soc
 from chunkrt.backends.qnn.contexts import store_difference
 from chunkrt.engine.capability import plan_by_capability
-from chunkrt.engine.compile_workers import Contexts, Job, compile_in_workers, peak_memory_bytes
-from chunkrt.engine.host import HOST_FILES, HostTarget, check_host, write_host
+from chunkrt.engine.compile_workers import Contexts, compile_in_workers, peak_memory_bytes
+from chunkrt.engine.host import HOST_FILES, check_host, write_host
 from chunkrt.engine.model_options import choose_context_length, usual_chunk_length, warn_of_equal_graphs
 from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
@@ -82,7 +82,6 @@ def compile_engine(
     if socs:
         warn_of_equal_graphs(chunk_lengths, scheme)
     compiled: Compiled = {}
-    hosts: list[HostTarget] = []
     npu_attention: dict[str, str | int] = {}
     plans = opened.plans if targets else {context_length: plan}
     longest = plans[context_length]
@@ -91,10 +90,7 @@ def compile_engine(
     if for_host:
         check_host(longest, context_length)
     on_npu = [(reach, s.name) for reach, of in plans.items() for s in of.subgraphs if s.device == "npu"]
-    jobs = {
-        (soc, length): [Job(soc=soc.name, chunk_length=length, reach=reach, subgraph=name) for reach, name in on_npu]
-        for soc, length in targets
-    }
+    jobs = {(soc, length): [(soc.name, length, reach, name) for reach, name in on_npu] for soc, length in targets}
     of_workers = compile_in_workers(
         opened, [job for of_target in jobs.values() for job in of_target], partial(progress, "compiling for the NPU")
     )
@@ -104,14 +100,15 @@ def compile_engine(
         contexts = compiled[target] = {}
         for done, job in enumerate(jobs[soc, chunk_length]):
             progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(on_npu))
-            contexts[job.reach, job.subgraph] = opened.prepare(job)
-        if for_host:
-            of_longest = {name: path for (reach, name), path in contexts.items() if reach == context_length}
-            hosts.append(HostTarget(target=target, plan=longest, contexts=of_longest))
+            contexts[job[2:]] = opened.prepare(job)
 
     def finish(folder: Path) -> None:
         if for_host:
-            write_host(folder, manifest, weights, hosts, context_length)
+            of_longest = {
+                target: {name: path for (reach, name), path in contexts.items() if reach == context_length}
+                for target, contexts in compiled.items()
+            }
+            write_host(folder, manifest, weights, longest, of_longest, context_length)
             return
         write_manifest(
             folder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkrt.backends import Backend, Executable
 from chunkrt.backends.base import ConvertingBackend, EmulatedBackend, RestorableBackend, SeveralGraphsBackend
@@ -15,7 +15,6 @@ from chunkrt.backends.registry import NATIVE
 from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import check_decode, near_plans
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.prefix_cache.cache import Exactness
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.files import Progress
@@ -41,29 +40,13 @@ def origin_with(npu: Backend | None) -> Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Executors:
-    """Executors of an engine.
+class ExecutorBuilder:
+    """Builder that compiles a plan and creates its executors.
 
     Prompts stream through the NPU, if one is used, and the CPU. Single tokens, which an NPU compiled for complete
     chunks would pad, run only on the CPU. For single tokens the native backend fuses subgraphs, because every subgraph
     adds overhead. Without an NPU it also does this for chunks that several sequences share, and for prompts of one
     chunk.
-
-    Attributes:
-        npu_backend: the backend that serves as the NPU; the CPU's backend if the NPU already failed at compilation.
-        exactness: the conditions under which reused states give bit-identical results.
-        npu_health: state of the NPU; None without an NPU.
-    """
-
-    executors: ExecutorSet
-    npu_backend: Backend
-    exactness: Exactness
-    npu_health: NpuHealth | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutorBuilder:
-    """Builder that compiles a plan and creates its executors.
 
     Attributes:
         placement: the placement of the plan.
@@ -83,8 +66,13 @@ class ExecutorBuilder:
     cpus: Collection[int] | None
     progress: Progress
 
-    def build(self) -> Executors:
-        """Compile the plan and return the executors. The errors are those of `Engine`."""
+    def build(self) -> tuple[ExecutorSet, Backend, NpuHealth | None]:
+        """Compile the plan. The errors are those of `Engine`.
+
+        Returns:
+            The executors; the backend that serves as the NPU, which is the CPU's if the NPU already failed at
+            compilation; and the state of the NPU, or None without an NPU.
+        """
         has_npu = self.npu_backend is not self.cpu_backend
         keeps_all = not has_npu or self.options.weights == "both"
         on_cpu = {
@@ -122,11 +110,12 @@ class ExecutorBuilder:
         executors = ExecutorSet(
             prompts=prompts, tokens=tokens, many=many, few=few, decode_on=self.options.decodes_on, near=tuple(near)
         )
-        return Executors(
-            executors=executors,
-            npu_backend=self.npu_backend if has_npu else self.cpu_backend,
-            exactness=self._exactness(executors, has_npu=has_npu),
-            npu_health=health if self.npu_backend is not self.cpu_backend else None,
+        exact_step = executors.parting_step if self._is_by_rows(has_npu=has_npu) else self.chunk_length
+        tokens_differ = has_npu and (self.options.decodes_on != "npu" or bool(near))
+        return (
+            replace(executors, exact_step=exact_step, tokens_differ=tokens_differ),
+            self.npu_backend if has_npu else self.cpu_backend,
+            health if self.npu_backend is not self.cpu_backend else None,
         )
 
     def _for_tokens(
@@ -182,19 +171,14 @@ class ExecutorBuilder:
             )
         return made
 
-    def _exactness(self, executors: ExecutorSet, *, has_npu: bool) -> Exactness:
-        """Return the exactness. Native and the HTP compute rows independently of their chunk; other backends may
-        not."""
+    def _is_by_rows(self, *, has_npu: bool) -> bool:
+        """Return True if rows are computed independently of their chunk, as native and the HTP do."""
         backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
-        is_by_rows = backends <= BY_ROWS and all(
+        return backends <= BY_ROWS and all(
             runner.form is None or use.operator in IN_NUMPY
             for s in self.plan.subgraphs
             if s.device != "link"
             for use, runner in self.dispatcher.runners(s, self._backend_of(s, has_npu=has_npu).name)
-        )
-        return Exactness(
-            step=executors.parting_step if is_by_rows else self.chunk_length,
-            tokens_differ=has_npu and (self.options.decodes_on != "npu" or bool(executors.near)),
         )
 
     def _backend_of(self, subgraph: Subgraph, *, has_npu: bool) -> Backend:

@@ -7,8 +7,7 @@ describes the inputs and outputs of every graph, in the order in which they run;
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.graph.static_attention import is_convolution, kept_slots
-from chunkrt.quant.scheme import Scheme
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE
 from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
@@ -30,17 +28,6 @@ HOST, DESCRIPTION = HOST_DESCRIPTION.split("/")
 BINARY = ".bin"
 HOST_FILES = (VOCABULARY_FILE, SETTINGS_FILE)
 """Files of an engine directory that a host needs, in addition to contexts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTarget:
-    """A SoC and a chunk length, with the plan whose window is the complete context, and the folder of each compiled
-    subgraph.
-    """
-
-    target: NpuTarget
-    plan: Plan
-    contexts: Mapping[str, Path]
 
 
 LARGEST_GRAPH = 2**31 - 2**24
@@ -87,10 +74,19 @@ def check_host(plan: Plan, context_length: int) -> None:
 
 
 def write_host(
-    folder: Path, manifest: Manifest, weights: WeightStore, hosts: Sequence[HostTarget], context_length: int
+    folder: Path,
+    manifest: Manifest,
+    weights: WeightStore,
+    plan: Plan,
+    contexts: Mapping[NpuTarget, Mapping[str, Path]],
+    context_length: int,
 ) -> None:
     """Write `host/` into a folder with contexts: the CPU's graphs, rotary tables and the description. Remove the
     records with which chunkrt finds contexts.
+
+    Args:
+        plan: the plan whose window is the complete context.
+        contexts: for each SoC and chunk length the folder of each compiled subgraph.
 
     Raises:
         OSError: the files cannot be written.
@@ -98,7 +94,6 @@ def write_host(
     from chunkrt.backends.onnx.scheme_models import DATA_SUFFIX, save_subgraph
 
     (folder / HOST).mkdir()
-    plan = hosts[0].plan
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
         path = folder / _cpu_file(subgraph)
         save_subgraph(plan, subgraph, manifest.scheme, weights, path, keeps_float16=True, most_in_file=LARGEST_GRAPH)
@@ -111,13 +106,13 @@ def write_host(
             tables[name] = {"file": file, "shape": list(table.shape)}
     targets: list[dict[str, Any]] = [
         {
-            "soc": host.target.soc,
-            "library": host.target.library,
-            "chunk_length": host.target.chunk_length,
-            "rows": graph_rows(host.target.chunk_length, manifest.scheme),
-            "graphs": [_graph(subgraph, host, manifest.scheme) for subgraph in host.plan.subgraphs],
+            "soc": target.soc,
+            "library": target.library,
+            "chunk_length": target.chunk_length,
+            "rows": (rows := graph_rows(target.chunk_length, manifest.scheme)),
+            "graphs": [_graph(subgraph, plan, rows, of_target) for subgraph in plan.subgraphs],
         }
-        for host in hosts
+        for target, of_target in contexts.items()
     ]
     graphs = [graph for target in targets for graph in target["graphs"]]
     files = {graph[key] for graph in graphs for key in ("file", "binary") if key in graph}
@@ -144,8 +139,7 @@ def _cpu_file(subgraph: Subgraph) -> str:
     return f"{HOST}/{subgraph.name}.onnx"
 
 
-def _graph(subgraph: Subgraph, host: HostTarget, scheme: Scheme) -> dict[str, Any]:
-    plan = host.plan
+def _graph(subgraph: Subgraph, plan: Plan, rows: int, contexts: Mapping[str, Path]) -> dict[str, Any]:
     if subgraph.device == "cpu":
         tensors = {name: plan.tensors[name] for name in (*subgraph.inputs, *subgraph.outputs)}
 
@@ -154,7 +148,6 @@ def _graph(subgraph: Subgraph, host: HostTarget, scheme: Scheme) -> dict[str, An
 
         inputs, outputs = ([edge(name) for name in names] for names in (subgraph.inputs, subgraph.outputs))
         return {"device": "cpu", "file": _cpu_file(subgraph), "inputs": inputs, "outputs": outputs}
-    rows = graph_rows(host.target.chunk_length, scheme)
     edges = WindowEdges(subgraph, plan, rows)
     kinds: dict[str, dict[str, Any]] = {
         **{name: {"holds": name} for name in (*edges.values, *subgraph.outputs)},
@@ -170,7 +163,7 @@ def _graph(subgraph: Subgraph, host: HostTarget, scheme: Scheme) -> dict[str, An
         ]
         for shapes in (edges.inputs, edges.outputs)
     )
-    context = host.contexts[subgraph.name]
+    context = contexts[subgraph.name]
     (binary,) = [path.name for path in context.iterdir() if path.suffix == BINARY]
     where = f"{CONTEXTS}/{context.name}"
     files = {"file": f"{where}/{WRAPPER}", "binary": f"{where}/{binary}"}

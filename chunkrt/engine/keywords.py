@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, TypedDict
 
 from chunkrt.engine.arguments import require_whole, shows_fields
@@ -11,9 +11,20 @@ from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.errors import ConfigError, unknown_name
 
 
-class SamplingFields(TypedDict, total=False):
-    """The fields of `SamplingOptions`."""
+class GenerationOptions(TypedDict, total=False):
+    """Keyword arguments of a generation, which include the fields of `SamplingOptions`.
 
+    Attributes:
+        max_new_tokens: maximum number of tokens, at least 1; 256 by default.
+        max_tokens: another name of max_new_tokens.
+        sampling: sampling options in place of their fields; greedy by default.
+        stop: strings that end the generation; they are not part of the text.
+    """
+
+    max_new_tokens: int
+    max_tokens: int
+    sampling: SamplingOptions
+    stop: Sequence[str]
     temperature: float
     top_k: int | None
     top_p: float
@@ -27,41 +38,22 @@ class SamplingFields(TypedDict, total=False):
     min_new_tokens: int
 
 
-class GenerationOptions(SamplingFields, total=False):
-    """Keyword arguments of a generation.
-
-    Attributes:
-        max_new_tokens: maximum number of tokens, at least 1; 256 by default.
-        max_tokens: another name of max_new_tokens.
-        sampling: sampling options in place of their fields; greedy by default.
-        stop: strings that end the generation; they are not part of the text.
-    """
-
-    max_new_tokens: int
-    max_tokens: int
-    sampling: SamplingOptions
-    stop: Sequence[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationSettings:
-    """Options of one generation; see `GenerationOptions`."""
-
-    max_new_tokens: int = 256
-    sampling: SamplingOptions = GREEDY
-    stop: Sequence[str] = ()
-
+MAX_NEW_TOKENS = 256
+"""Default maximum number of tokens of a generation."""
 
 _SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 _KNOWN = ("max_new_tokens", "max_tokens", "sampling", "stop", *_SAMPLING)
 
 
-def read_generation_options(options: Mapping[str, Any], *others: str) -> GenerationSettings:
-    """Return the options of a generation from its keyword arguments.
+def read_generation_options(options: Mapping[str, Any], *others: str) -> tuple[int, SamplingOptions, Sequence[str]]:
+    """Read the keyword arguments of a generation.
 
     Args:
         options: the arguments, by name.
         others: further keywords of the method, for the error of an unknown name.
+
+    Returns:
+        The maximum number of tokens, the sampling options, and the strings that end the generation.
 
     Raises:
         ConfigError: a name is unknown, a value is not allowed, or two arguments contradict each other.
@@ -80,17 +72,16 @@ def read_generation_options(options: Mapping[str, Any], *others: str) -> Generat
             name = next(iter(given))
             raise ConfigError(f"sampling and {name} are both given; give {name} in SamplingOptions, or omit sampling")
         found["sampling"] = SamplingOptions(**given)
-    settings = GenerationSettings(**found)
-    if require_whole("max_new_tokens", settings.max_new_tokens) < 1:
-        raise ConfigError(f"max_new_tokens is {settings.max_new_tokens}, expected at least 1")
-    if not isinstance(settings.sampling, SamplingOptions):
-        raise ConfigError(f"sampling is {settings.sampling!r}, expected SamplingOptions")
-    if settings.sampling.min_new_tokens > settings.max_new_tokens:
+    max_new_tokens, sampling = found.get("max_new_tokens", MAX_NEW_TOKENS), found.get("sampling", GREEDY)
+    if require_whole("max_new_tokens", max_new_tokens) < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    if not isinstance(sampling, SamplingOptions):
+        raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
+    if sampling.min_new_tokens > max_new_tokens:
         raise ConfigError(
-            f"min_new_tokens is {settings.sampling.min_new_tokens}, more than max_new_tokens, which is "
-            f"{settings.max_new_tokens}"
+            f"min_new_tokens is {sampling.min_new_tokens}, more than max_new_tokens, which is {max_new_tokens}"
         )
-    return settings
+    return max_new_tokens, sampling, found.get("stop", ())
 
 
 def _default(field: Field[Any]) -> object:
@@ -98,5 +89,6 @@ def _default(field: Field[Any]) -> object:
 
 
 shows_generation_options = shows_fields(
-    {field.name: (field.type, _default(field)) for field in (*fields(GenerationSettings), *fields(SamplingOptions))}
+    {"max_new_tokens": ("int", MAX_NEW_TOKENS), "sampling": ("SamplingOptions", GREEDY), "stop": ("Sequence[str]", ())}
+    | {field.name: (field.type, _default(field)) for field in fields(SamplingOptions)}
 )

@@ -168,7 +168,7 @@ class LoadedModel:
             self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
                 partial(PluginSampler, make, sampler.origin) if sampler.is_plugin else make
             )
-            executors = ExecutorBuilder(
+            executors, self.npu_backend, self._npu_health = ExecutorBuilder(
                 plan=self.plan,
                 placement=self.manifest.placement,
                 options=options,
@@ -181,18 +181,14 @@ class LoadedModel:
                 cpus=cpus,
                 progress=progress,
             ).build()
-            self.npu_backend = executors.npu_backend
-            self._npu_health = executors.npu_health
             self._has_ranks = communicator is not None
             self.scheduler = Scheduler(
-                executors.executors,
+                executors,
                 find_batcher(options.batcher),
                 on_all_ranks=None if mirror is None else mirror.compute,
                 takes_turns=communicator is not None and mirror is None,
             )
-            self.prefix_cache = open_cache(
-                self, executors.exactness, has_ranks=self._has_ranks, npu_health=self._npu_health
-            )
+            self.prefix_cache = open_cache(self, has_ranks=self._has_ranks, npu_health=self._npu_health)
 
     @property
     def identity(self) -> Mapping[str, object]:

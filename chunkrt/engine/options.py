@@ -108,9 +108,10 @@ def _graph_layers(value: object) -> int | None:
 _CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8", "bf16": "bfloat16"}
 """Names of llama.cpp for types of the cache, on the command line."""
 
-_NPU = Need(lambda options: options.get("npu") not in ("off", *BACKENDS), "an NPU (--npu is {npu})")
-_NPU_ATTENTION = Need(
-    lambda options: options.get("attention") == "npu" or options.get("placement") is not None, "--attention npu"
+_NPU: Need = (lambda options: options.get("npu") not in ("off", *BACKENDS), "an NPU (--npu is {npu})")
+_NPU_ATTENTION: Need = (
+    lambda options: options.get("attention") == "npu" or options.get("placement") is not None,
+    "--attention npu",
 )
 
 
@@ -320,7 +321,7 @@ class EngineOptions:
         default="cpu",
         choices=lambda: get_args(DecodeOn),
         noun="place to decode on",
-        needs=(_NPU, Need(lambda options: options.get("weights") != "npu-only", "--weights both")),
+        needs=(_NPU, (lambda options: options.get("weights") != "npu-only", "--weights both")),
     )
     cache_memory: int | None = declared_option(
         "--cache-memory SIZE",
@@ -334,7 +335,7 @@ class EngineOptions:
         "Maximum number of sequences that wait for cache memory; further ones are refused.",
         group="Execution",
         default=64,
-        needs=(Need(lambda options: options.get("cache_memory") is not None, "--cache-memory"),),
+        needs=((lambda options: options.get("cache_memory") is not None, "--cache-memory"),),
     )
     prefix_cache: str | Path | None = declared_option(
         "--prefix-cache memory|disk|off|FOLDER",
@@ -352,7 +353,7 @@ class EngineOptions:
         "Memory limit of the prefix cache.  [default: an eighth of the free memory, at most 2GiB]",
         group="Context and memory",
         reads=size,
-        needs=(Need(lambda options: options.get("prefix_cache") != "off", "a prefix cache (--prefix-cache is off)"),),
+        needs=((lambda options: options.get("prefix_cache") != "off", "a prefix cache (--prefix-cache is off)"),),
     )
     prefix_cache_disk: int | None = declared_option(
         "--prefix-cache-disk SIZE",
@@ -360,7 +361,7 @@ class EngineOptions:
         group="Context and memory",
         reads=size,
         needs=(
-            Need(
+            (
                 lambda options: options.get("prefix_cache") not in (None, "memory", "off"),
                 "--prefix-cache disk, or a folder",
             ),
@@ -528,7 +529,7 @@ class EngineOptions:
         group="Context and memory",
         default=4,
         must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
-        needs=(Need(lambda options: bool(options.get("context_shift")), "--context-shift"),),
+        needs=((lambda options: bool(options.get("context_shift")), "--context-shift"),),
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",

@@ -73,19 +73,6 @@ def joined(results: Sequence[PrefillResult]) -> PrefillResult:
     )
 
 
-class _Counter:
-    """Counter of the prompt tokens that threads have computed."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done, self._lock = progress, total, 0, Lock()
-
-    def add(self, num_tokens: int) -> None:
-        """Report `num_tokens` more computed tokens. Earlier tokens that are run again do not count."""
-        with self._lock:
-            self._done = min(self._done + num_tokens, self._total)
-            self._progress(PREFILL, self._done, self._total)
-
-
 @contextmanager
 def telling(sequence: TokenSequence, progress: Progress | bool, num_tokens: int) -> Iterator[None]:
     """Report the number of computed tokens of a prompt with `num_tokens` tokens while the block runs."""
@@ -93,7 +80,16 @@ def telling(sequence: TokenSequence, progress: Progress | bool, num_tokens: int)
     if shown is no_progress:
         yield
         return
-    sequence.on_tokens = _Counter(shown, num_tokens).add
+    num_done, lock = 0, Lock()
+
+    def add(number: int) -> None:
+        """Report more computed tokens, from any thread. Earlier tokens that are run again do not count."""
+        nonlocal num_done
+        with lock:
+            num_done = min(num_done + number, num_tokens)
+            shown(PREFILL, num_done, num_tokens)
+
+    sequence.on_tokens = add
     try:
         yield
     finally:

@@ -60,9 +60,9 @@ def score_continuation(
 
     def take(logits: Float32, start: int) -> None:
         nonlocal log_probability, is_greedy
-        scores = score_tokens(logits, np.array(continuation[start : start + len(logits)], np.int64))
-        log_probability += float(scores.log_probabilities.sum())
-        is_greedy = is_greedy and bool(scores.is_top.all())
+        found, is_top = score_tokens(logits, np.array(continuation[start : start + len(logits)], np.int64))
+        log_probability += float(found.sum())
+        is_greedy = is_greedy and bool(is_top.all())
 
     _run_in_pieces(sequence, [context[-1], *continuation[:-1]], chunk_length, take)
     return Score(log_probability=log_probability, is_greedy=is_greedy)
@@ -116,9 +116,9 @@ def tell_of_tokens(
     *,
     chunk_length: int,
     before: Sequence[TokenLogProbabilities] = (),
-) -> Told:
+) -> tuple[Sequence[TokenLogProbabilities], int]:
     """Run tokens, and return the log-probability of each token from the second on, and of the `number` likeliest tokens
-    at its position.
+    at its position; and the number of first tokens that were not run again.
 
     Args:
         sequence: an empty sequence, or one that contains the tokens of `before`.
@@ -150,7 +150,7 @@ def tell_of_tokens(
         told.extend(likeliest(row, token, number) for row, token in zip(logits, following, strict=False))
 
     _run_in_pieces(sequence, tokens, chunk_length, take)
-    return Told(of_tokens=told, num_cached=start)
+    return told, start
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -229,22 +229,15 @@ def check_finite(logits: Float16 | Float32) -> None:
         raise ModelError("the model's logits are not finite; check the checkpoint for damage")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TokenScores:
-    """Scores of R tokens: `log_probabilities` is float64 [R], and `is_top` is bool [R], True if the token is the
-    likeliest.
-    """
-
-    log_probabilities: Float64
-    is_top: NDArray[np.bool_]
-
-
-def score_tokens(logits: Float32, tokens: Tokens) -> _TokenScores:
+def score_tokens(logits: Float32, tokens: Tokens) -> tuple[Float64, NDArray[np.bool_]]:
     """Score the token after each row of logits.
 
     Args:
         logits: float32 [R, V].
         tokens: int64 [R], the token that follows each row.
+
+    Returns:
+        The log-probabilities of the tokens, float64 [R], and whether each token is the likeliest, bool [R].
 
     Raises:
         ModelError: a logit is not finite.
@@ -257,7 +250,7 @@ def score_tokens(logits: Float32, tokens: Tokens) -> _TokenScores:
         relative -= values.max()
         own = relative[token]
         found[row] = own - np.log(np.exp(relative, out=relative).sum())
-    return _TokenScores(log_probabilities=found, is_top=logits.argmax(axis=1) == tokens)
+    return found, logits.argmax(axis=1) == tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,19 +261,6 @@ class TokenLogProbabilities:
 
     own: float
     top: Sequence[tuple[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """Results for a text.
-
-    Attributes:
-        of_tokens: results of the tokens, from the second token on.
-        num_cached: number of tokens at the beginning of the text that were not run again.
-    """
-
-    of_tokens: Sequence[TokenLogProbabilities]
-    num_cached: int
 
 
 def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilities:

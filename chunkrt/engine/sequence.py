@@ -220,12 +220,8 @@ class TokenSequence:
     @property
     def conversation(self) -> Conversation:
         """Data of the conversation in addition to the state."""
-        return Conversation(
-            tokens=np.array(self.tokens, np.int64),
-            dropped=np.array(self._dropped, np.int64),
-            logits=self.logits,
-            follows_text=self.follows_text,
-        )
+        tokens, dropped = np.array(self.tokens, np.int64), np.array(self._dropped, np.int64)
+        return tokens, dropped, self.logits, self.follows_text
 
     def load(self, file: SessionFile) -> None:
         """Replace the contents by those of a file. After an error of `State.load` the sequence is unchanged. After an
@@ -235,11 +231,11 @@ class TokenSequence:
         self._reuse.before_run(0)  # it is unknown whether the loaded data are exact
         try:
             self.state.load(file)
-            said = file.conversation
-            assert said is not None
+            assert file.conversation is not None
+            tokens, dropped, logits, follows_text = file.conversation
             self.logits = self._after_prompt = None
-            self.tokens, self._dropped = said.tokens.tolist(), said.dropped.tolist()
-            self.logits, self.follows_text = said.logits, said.follows_text
+            self.tokens, self._dropped = tokens.tolist(), dropped.tolist()
+            self.logits, self.follows_text = logits, follows_text
         except ModelError:
             self._reuse = reuse
             raise

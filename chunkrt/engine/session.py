@@ -19,7 +19,7 @@ from chunkrt.engine.generation import Constraint, Generation, Piece
 from chunkrt.engine.keywords import GenerationOptions, read_generation_options, shows_generation_options
 from chunkrt.engine.prefill_result import PrefillResult, telling
 from chunkrt.engine.sampling import StopStrings
-from chunkrt.engine.scoring import Score, TokenLogProbabilities, Told, score_continuation, tell_of_tokens
+from chunkrt.engine.scoring import Score, TokenLogProbabilities, score_continuation, tell_of_tokens
 from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
 from chunkrt.files import Progress
@@ -336,8 +336,7 @@ class Session:
         is_eager: bool = False,
     ) -> Generation:
         self._check_open()
-        settings = read_generation_options(options, "log_probabilities", "constraint")
-        sampling = settings.sampling
+        max_new_tokens, sampling, stop = read_generation_options(options, "log_probabilities", "constraint")
         vocab_size = self._model.plan.vocab_size
         if log_probabilities is not None:
             log_probabilities = require_whole("log_probabilities", log_probabilities)
@@ -345,7 +344,7 @@ class Session:
                 raise ConfigError(f"log_probabilities is {log_probabilities}, expected 0 to {vocab_size}")
         if constraint is not None and not all(callable(getattr(constraint, n, None)) for n in ("allowed", "accept")):
             raise ConfigError(f"constraint is {constraint!r:.80}, expected an object with allowed() and accept()")
-        stops = StopStrings(settings.stop)
+        stops = StopStrings(stop)
         if not self._sequence.tokens:
             raise ConfigError("the session has no tokens to continue; call prefill first")
         if stops:
@@ -358,7 +357,7 @@ class Session:
             self._sequence,
             sampler,
             stops,
-            max_new_tokens=settings.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             num_likeliest=log_probabilities,
             constraint=constraint,
             ignore_eos=sampling.ignore_eos,
@@ -468,7 +467,9 @@ class Session:
         self._check_open()
         return score_continuation(self._sequence, context, continuation, chunk_length=self._model.chunk_length)
 
-    def _tell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]) -> Told:
+    def _tell(
+        self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]
+    ) -> tuple[Sequence[TokenLogProbabilities], int]:
         self._check_open()
         tokens, chunk_length = self._encode(prompt), self._model.chunk_length
         told = tell_of_tokens(self._sequence, tokens, number, chunk_length=chunk_length, before=before)
@@ -502,9 +503,9 @@ def answer(session: Session, prompt: str | Sequence[int], options: GenerationOpt
 
 async def prompt_log_probabilities(
     session: Session, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()
-) -> Told:
-    """Prefill the tokens of a text, and return the model's log-probabilities from the second token on. The session
-    must contain no other tokens.
+) -> tuple[Sequence[TokenLogProbabilities], int]:
+    """Prefill the tokens of a text, and return the model's log-probabilities from the second token on, and the number
+    of first tokens that were not run again. The session must contain no other tokens.
 
     Args:
         session: the session of the text.

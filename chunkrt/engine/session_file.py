@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from zipfile import ZipFile
 
 import numpy as np
@@ -24,20 +24,11 @@ _ARRAYS = ("session.tokens", "session.dropped", "session.logits", _MODEL)
 _MODEL_BYTES = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """Data of a session in addition to its state.
-
-    Attributes:
-        tokens: int64, the tokens in the context.
-        dropped: int64, the tokens that shifts of the context have dropped.
-        logits: float32 [V], the logits after the last token, or None if this token has not been run.
-    """
-
-    tokens: Array
-    dropped: Array
-    logits: Array | None
-    follows_text: bool
+Conversation = tuple[Array, Array, Array | None, bool]
+"""Data of a session in addition to its state: the tokens in the context, int64; the tokens that shifts of the context
+have dropped, int64; the logits after the last token, float32 [V], or None if this token has not been run; and True if
+the last token belongs to plain text.
+"""
 
 
 def model_digest(
@@ -80,11 +71,11 @@ class SessionFile(StateFile):
 
     def write(self, numbers: Numbers, arrays: Mapping[str, Array]) -> None:
         """See `StateFile.write`."""
-        said = self.conversation
-        assert said is not None
-        logits = np.empty(0, np.float32) if said.logits is None else said.logits
-        own = (said.tokens, said.dropped, logits, self._model)
-        lengths = (len(said.tokens), len(said.dropped), len(logits), int(said.follows_text), self._context_keep)
+        assert self.conversation is not None
+        tokens, dropped, logits, follows_text = self.conversation
+        logits = np.empty(0, np.float32) if logits is None else logits
+        own = (tokens, dropped, logits, self._model)
+        lengths = (len(tokens), len(dropped), len(logits), int(follows_text), self._context_keep)
         super().write(
             {**numbers, **dict(zip(_NUMBERS, lengths, strict=True))}, {**arrays, **dict(zip(_ARRAYS, own, strict=True))}
         )
@@ -107,12 +98,8 @@ class SessionFile(StateFile):
             )
         if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):
             raise ModelError(f"{self.path} contains tokens outside the vocabulary of {self._vocab_size}; prefill again")
-        self.conversation = Conversation(
-            tokens=tokens,
-            dropped=dropped,
-            logits=logits.copy() if len(logits) else None,
-            follows_text=bool(found["follows_text"]),
-        )
+        after = logits.copy() if len(logits) else None
+        self.conversation = tokens, dropped, after, bool(found["follows_text"])
         return {name: read[name] for name in arrays}, found
 
     def _check(self, archive: ZipFile) -> None:

@@ -145,8 +145,8 @@ class Base:
         following, start = np.array(window[1:], np.int64), 0
         with self._engine.session() as session:
             for logits, _ in logit_pieces(session, window[:-1], lengths):
-                scores = score_tokens(logits, following[start : start + len(logits)])
-                surprisals = (-scores.log_probabilities).astype(np.float32)
+                log_probabilities, _ = score_tokens(logits, following[start : start + len(logits)])
+                surprisals = (-log_probabilities).astype(np.float32)
                 yield BasePiece(logits=rounded(logits), surprisals=surprisals)
                 start += len(logits)
 

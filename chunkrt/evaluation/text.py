@@ -211,8 +211,8 @@ def _evaluate_window(engine: Engine, window: Sequence[int], base: Base | None, f
         # The base comes first in the zip: it has as many pieces, and at their end its file is closed.
         for expected, (logits, seconds) in zip(base_pieces, logit_pieces(session, window[:-1], lengths), strict=False):
             found.seconds += seconds
-            scores = score_tokens(logits, following[start : start + len(logits)])
-            found.surprisals.append(-scores.log_probabilities)
+            log_probabilities, _ = score_tokens(logits, following[start : start + len(logits)])
+            found.surprisals.append(-log_probabilities)
             start += len(logits)
             if expected is not None:
                 found.base_surprisals.append(expected.surprisals.astype(np.float64))

@@ -159,7 +159,7 @@ def _prefills(group: Group, title: str, name: str) -> Result | None:
         chunks_in_flight=min(pipeline.num_slots, first.num_chunks),
         ttft_ms=wall_ns / runs / 1e6,
         tokens_per_s=first.num_tokens * runs / (wall_ns / 1e9),
-        npu_busy=busy.npu_busy if busy and has_npu else None,
-        cpu_busy=busy.cpu_busy if busy else None,
-        overlap=busy.overlap if busy and has_npu else None,
+        npu_busy=busy["npu_busy"] if busy and has_npu else None,
+        cpu_busy=busy["cpu_busy"] if busy else None,
+        overlap=busy["overlap"] if busy and has_npu else None,
     )

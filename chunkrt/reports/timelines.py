@@ -50,7 +50,7 @@ def timelines_of(groups: Sequence[Group], records: Sequence[RunRecord]) -> tuple
 def _timeline(record: RunRecord, num_runs: int) -> Timeline:
     picture = make_picture(record)
     origin = record.pipeline.origin
-    total = sum(len(row.bars) for row in (*picture.workers, *picture.chunks, *picture.sequences))
+    total = sum(len(bars) for _, bars in (*picture.workers, *picture.chunks, *picture.sequences))
     gap = 0.0
     rows = _panels(picture, gap)
     while sum(len(bars) for _, _, bars in rows) > MOST_BARS and gap < picture.milliseconds:
@@ -64,9 +64,9 @@ def _timeline(record: RunRecord, num_runs: int) -> Timeline:
         )
     texts: dict[str, int] = {}
     where = {
-        (bar.start, bar.end, bar.text): texts.setdefault(row.name, len(texts))
-        for row in picture.workers
-        for bar in row.bars
+        (bar.start, bar.end, bar.text): texts.setdefault(name, len(texts))
+        for name, bars in picture.workers
+        for bar in bars
     }
     data = {
         "ns": round(picture.milliseconds * 1e6),
@@ -86,7 +86,7 @@ def _timeline(record: RunRecord, num_runs: int) -> Timeline:
     }
     data["texts"] = list(texts)
     runs = "" if num_runs == 1 else f" (the longest of {num_runs} runs)"
-    drawn = {bar.kind for row in (*picture.workers, *picture.sequences) for bar in row.bars}
+    drawn = {bar.kind for _, bars in (*picture.workers, *picture.sequences) for bar in bars}
     name, _, rest = picture.title.partition(": ")
     choices = rest.partition(", ")[2]
     return Timeline(
@@ -109,7 +109,7 @@ def _panels(picture: Picture, gap: float) -> list[tuple[str, str, list[Counted]]
         ("chunks", picture.chunks if len(picture.chunks) > 1 else ()),
         ("sequences", picture.sequences),
     )
-    return [(panel, row.name, _joined(row.bars, gap)) for panel, rows in panels for row in rows]
+    return [(panel, name, _joined(bars, gap)) for panel, rows in panels for name, bars in rows]
 
 
 def _joined(bars: Sequence[Bar], gap: float) -> list[Counted]:
@@ -191,7 +191,7 @@ def _sums(group: Group) -> tuple[float, float]:
     link = group.link
     if link is None or not group.wall_ns:
         return 0.0, 0.0
-    return link.hidden_ns / group.wall_ns, (link.busy_ns - link.hidden_ns) / group.wall_ns
+    return link["hidden_ns"] / group.wall_ns, (link["busy_ns"] - link["hidden_ns"]) / group.wall_ns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,11 +38,8 @@ class Waiting(NamedTuple):
     step: int
 
 
-class Take(NamedTuple):
-    """Rows of the next chunk: pairs of the index of a waiting sequence and the number of its tokens."""
-
-    place: int
-    num_tokens: int
+Take = tuple[int, int]
+"""Rows of the next chunk: the index of a waiting sequence, and the number of its tokens."""
 
 
 class Sharer(Protocol):
@@ -94,7 +91,7 @@ class Sequential:
 
     def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
         """Fill the chunk with tokens of the first sequence only."""
-        return [Take(0, min(waiting[0].num_tokens, chunk_length))]
+        return [(0, min(waiting[0].num_tokens, chunk_length))]
 
 
 class Packed:
@@ -119,7 +116,7 @@ class Packed:
         taken, room = [], chunk_length
         for index in sorted(range(len(waiting)), key=rank):
             if num_tokens := most_tokens(waiting[index], room, chunk_length):
-                taken.append(Take(index, num_tokens))
+                taken.append((index, num_tokens))
                 room -= num_tokens
         return taken
 
@@ -194,7 +191,8 @@ def next_rows(batcher: Batcher, requests: Sequence[AnySharer], chunk_length: int
 
 def _checked(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:
     try:
-        taken = [Take(*map(operator.index, take)) for take in batcher.next_chunk(waiting, chunk_length)]
+        rows = batcher.next_chunk(waiting, chunk_length)
+        taken = [(operator.index(place), operator.index(num_tokens)) for place, num_tokens in rows]
     except ChunkrtError:
         raise
     except Exception as error:
@@ -208,7 +206,7 @@ def _checked(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) ->
 def _problem(taken: Sequence[Take], waiting: Sequence[Waiting], chunk_length: int) -> str:
     if not taken:
         return f"took no tokens although {len(waiting)} wait"
-    if len({take.place for take in taken}) < len(taken) or sum(take.num_tokens for take in taken) > chunk_length:
+    if len({place for place, _ in taken}) < len(taken) or sum(num_tokens for _, num_tokens in taken) > chunk_length:
         return f"took {taken} for a chunk of {chunk_length} rows"
     for place, num_tokens in taken:
         if not 0 <= place < len(waiting) or not 1 <= num_tokens <= waiting[place].num_tokens:

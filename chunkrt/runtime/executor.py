@@ -305,6 +305,8 @@ class ExecutorSet:
         near: executors with a limited reach (`Executor.reach`), in order of their reach. While the history is short,
             they take precedence over `prompts` and `many`, and with decode_on "npu" over the executors of single
             tokens.
+        exact_step: step of the positions at which chunks must begin; otherwise results may differ in the last bit.
+        tokens_differ: True if single tokens are computed by another backend than prompts, with other rounding.
     """
 
     prompts: Executor
@@ -313,6 +315,8 @@ class ExecutorSet:
     few: Executor
     decode_on: DecodeOn = "cpu"
     near: Sequence[Executor] = ()
+    exact_step: int = 1
+    tokens_differ: bool = False
 
     @classmethod
     def of_one(cls, executor: Executor) -> ExecutorSet:

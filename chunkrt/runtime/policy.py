@@ -7,14 +7,16 @@ result, only the time at which it is available.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Device
 from chunkrt.plugins import PluginGroup
-from chunkrt.runtime.tasks import Processor, Task
+from chunkrt.runtime.tasks import Task
+
+if TYPE_CHECKING:  # a schedule calls a policy
+    from chunkrt.runtime.schedule import Schedule
 
 DEFAULT_POLICY = "look_ahead"
 
@@ -28,52 +30,6 @@ BY_CHUNK = itemgetter(1, 0)
 """Sort key that orders tasks by chunk, and tasks of the same chunk in the plan's order."""
 
 
-class ScheduleView(Protocol):
-    """View of the schedule that a policy receives in addition to the ready tasks."""
-
-    @property
-    def processors(self) -> Sequence[Processor]:
-        """Processors that claim tasks."""
-        ...
-
-    @property
-    def num_tasks(self) -> int:
-        """Number of tasks of the complete run. If more chunks may come, number of tasks of the admitted chunks."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """True if more chunks may come, because chunks of several sequences are not known in advance."""
-        ...
-
-    @property
-    def running(self) -> Collection[Task]:
-        """Tasks that were claimed and have not ended yet."""
-        ...
-
-    def device(self, task: Task) -> Device:
-        """Return the device on which a task runs."""
-        ...
-
-    def duration(self, task: Task) -> float:
-        """Return the estimated duration of a task."""
-        ...
-
-    def upward_rank(self, task: Task) -> float:
-        """Return the length of the longest path from a task's start to the end of all tasks, assuming that no task
-        waits for a processor.
-        """
-        ...
-
-    def makespan(self, policy: Policy) -> float:
-        """Return the duration of the complete run under a policy, assuming that every task takes its estimated time."""
-        ...
-
-    def unlocked_by(self, task: Task) -> Sequence[Task]:
-        """Return the tasks that would become ready if a ready or running task ended now."""
-        ...
-
-
 class Policy(Protocol):
     """Rule that chooses among ready tasks."""
 
@@ -81,12 +37,13 @@ class Policy(Protocol):
     is_concurrent: bool
     """True if the policy may let two tasks run at once. Otherwise the executor starts no threads."""
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         """Choose the task to run next.
 
         Args:
             ready: the tasks that the claiming processor could run now, at least one, in no particular order.
-            schedule: the schedule.
+            schedule: the schedule. A policy may use its attributes `processors`, `num_tasks`, `is_open` and `running`,
+                and its methods `device`, `duration`, `upward_rank`, `makespan` and `unlocked_by`.
 
         Returns:
             A task of `ready`, or None to wait until a running task ends. None is allowed only while a task runs.
@@ -100,7 +57,7 @@ class Sequential:
     name = "sequential"
     is_concurrent = False
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         """Select the earliest task of the earliest chunk, unless a task is running."""
         return None if schedule.running else earliest(ready)
 
@@ -113,7 +70,7 @@ class _InOrder:
     name = "in_order"
     is_concurrent = True
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         """Select the earliest task of the earliest chunk."""
         return earliest(ready)
 
@@ -127,7 +84,7 @@ class _OutOfOrder:
     name = "out_of_order"
     is_concurrent = True
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         """Select the task with the largest contribution, or the earliest task in case of a tie.
 
         The contribution (C in the source) is the total time of the NPU's tasks that become ready when the task ends. If
@@ -153,7 +110,7 @@ class _CriticalPath:
     name = "critical_path"
     is_concurrent = True
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         """Select the task with the longest path to the end of the run, or the earliest task in case of a tie."""
         if len(ready) == 1:
             return ready[0]
@@ -175,7 +132,7 @@ class _LookAhead:
     def __init__(self, *policies: Policy) -> None:
         self._policies = policies
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         """Return the choice of the fastest policy."""
         if len(ready) == 1:
             return ready[0]

@@ -16,24 +16,6 @@ from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.state_tensors import Stack, StateTensors, Write
 
 
-class TensorForm(NamedTuple):
-    """Caches or rings with the same heads, width and dtype, which share one array of a piece."""
-
-    names: tuple[str, ...]
-    heads: int
-    width: int
-    dtype: str
-
-    @property
-    def position_bytes(self) -> int:
-        """Bytes of one position in all tensors of the group."""
-        return len(self.names) * self.heads * self.width * np.dtype(self.dtype).itemsize
-
-    def empty(self, num_positions: int) -> Array:
-        """Return an uninitialised array [tensors, heads, positions, width]."""
-        return np.empty((len(self.names), self.heads, num_positions, self.width), self.dtype)
-
-
 class PrefixPiece(NamedTuple):
     """Contents of the positions `start` to `end`: an array for each form of caches, and, if available, one for each
     form of rings.
@@ -62,23 +44,26 @@ class Prefix:
 
 
 class StateForms:
-    """Layout of pieces, which is the same for all states with the same tensors, regardless of their capacity."""
+    """Layout of pieces, which is the same for all states with the same tensors, regardless of their capacity. Its
+    stacks have no slots.
+    """
 
     def __init__(self, tensors: StateTensors) -> None:
-        self.caches = tuple(map(_form, tensors.cache_stacks))
-        self.rings = tuple(map(_form, tensors.ring_stacks))
+        self.caches = tuple(stack._replace(array=stack.empty(0)) for stack in tensors.cache_stacks)
+        self.rings = tuple(stack._replace(array=stack.empty(0)) for stack in tensors.ring_stacks)
         self.recurrent = {name: array.shape for name, array in tensors.recurrent.items()}
         self.ring_slots = tensors.ring_slots if tensors.rings else 0
         self.window = tensors.window
-        self.cache_bytes = sum(form.position_bytes for form in self.caches)
+        self.cache_bytes = sum(stack.slot_bytes for stack in self.caches)
         """Bytes of one position in all caches."""
-        self.ring_bytes = sum(form.position_bytes for form in self.rings)
+        self.ring_bytes = sum(stack.slot_bytes for stack in self.rings)
         """Bytes of one position in all rings."""
         self.recurrent_bytes = sum(array.nbytes for array in tensors.recurrent.values())
 
     def describe(self) -> list[object]:
         """Return a JSON description. It is equal for states that can exchange pieces."""
-        return [[list(map(list, self.caches)), list(map(list, self.rings))], sorted(self.recurrent.items())]
+        forms = [[_described(stack) for stack in stacks] for stacks in (self.caches, self.rings)]
+        return [forms, sorted(self.recurrent.items())]
 
 
 def copied(tensors: StateTensors, stacks: tuple[Stack, ...], slots: slice | Array) -> tuple[Array, ...]:
@@ -86,7 +71,7 @@ def copied(tensors: StateTensors, stacks: tuple[Stack, ...], slots: slice | Arra
     found = []
     for stack in stacks:
         num_positions = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-        found.append(_form(stack).empty(num_positions))
+        found.append(stack.empty(num_positions))
         tensors.rows_of_all(stack, slots, found[-1])
     return tuple(found)
 
@@ -122,6 +107,6 @@ def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
     return tuple(writes)
 
 
-def _form(stack: Stack) -> TensorForm:
+def _described(stack: Stack) -> list[object]:
     _, heads, _, width = stack.array.shape
-    return TensorForm(stack.names, heads, width, stack.array.dtype.name)
+    return [stack.names, heads, width, stack.array.dtype.name]

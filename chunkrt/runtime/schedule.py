@@ -63,8 +63,10 @@ class Schedule:
         self.num_chunks = 0
         """Number of chunks admitted so far."""
         self.num_tasks = 0
+        """Number of tasks of the admitted chunks. While the schedule is open, chunks that have ended do not count."""
         self.chunks_done = 0
         self.running: list[Task] = []
+        """Tasks that were claimed and have not ended yet."""
         self.is_cancelled = False
         self.ended: list[tuple[int, tuple[Task, BaseException] | None]] = []
         """Maps the number of each chunk that has ended to its first failed task with the error, or to None. The reader

@@ -368,11 +368,11 @@ class Scheduler:
                 if not self._compute_apart() and stream is not None and stream.num_in_flight:
                     self._bell.wait()
                 if stream is not None:
-                    for ended in stream.take_ended():
-                        requests = self._in_stream.pop(ended.number)
-                        if ended.error is None:
-                            stream.executor.learn([ended.chunk], [ended.events])
-                        self._note(ended.chunk, requests, ended.events, ended.error, stream.executor.pipeline)
+                    for number, chunk, events, error in stream.take_ended():
+                        requests = self._in_stream.pop(number)
+                        if error is None:
+                            stream.executor.learn([chunk], [events])
+                        self._note(chunk, requests, events, error, stream.executor.pipeline)
         finally:
             if stream is not None:
                 stream.close()

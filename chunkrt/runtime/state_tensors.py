@@ -57,6 +57,17 @@ class Stack(NamedTuple):
     array: Array
     are_values: bool
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot in all tensors."""
+        number, heads, _, width = self.array.shape
+        return int(number * heads * width * self.array.itemsize)
+
+    def empty(self, num_slots: int) -> Array:
+        """Return an uninitialised array of the same form for other slots."""
+        number, heads, _, width = self.array.shape
+        return np.empty((number, heads, num_slots, width), self.array.dtype)
+
 
 class StateTensors:
     """The tensors of one state, initially zero.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from threading import Condition, Lock, Thread
 from time import perf_counter_ns
-from typing import NamedTuple
 
 from chunkrt.gate import Bell
 from chunkrt.runtime.affinity import running_on
@@ -19,14 +18,10 @@ from chunkrt.runtime.executor import Executor, ExecutorSet
 from chunkrt.runtime.request import Chunk, Request
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
-
-class _EndedChunk(NamedTuple):
-    """A chunk that has ended, with its tasks in the order in which they ended, and its error if it failed."""
-
-    number: int
-    chunk: Chunk
-    events: list[TaskEvent]
-    error: BaseException | None
+EndedChunk = tuple[int, Chunk, list[TaskEvent], BaseException | None]
+"""The number of a chunk that has ended, the chunk, its tasks in the order in which they ended, and its error if it
+failed.
+"""
 
 
 class Stream:
@@ -111,7 +106,7 @@ class Stream:
             for number in [number for number in self._chunks if number >= num_left]:
                 del self._chunks[number], self._events[number]
 
-    def take_ended(self) -> list[_EndedChunk]:
+    def take_ended(self) -> list[EndedChunk]:
         """Return the chunks that have ended since the last call. Raise the error of the policy, if it failed."""
         with self._lock:
             passed = self._schedule.ended.copy()
@@ -121,11 +116,11 @@ class Stream:
                 raise self._error
             finally:
                 self._error = None  # its traceback refers to the stream
-        ended = []
+        ended = list[EndedChunk]()
         for number, failure in passed:
             chunk, events = self._chunks.pop(number), self._events.pop(number)
             error = None if failure is None else self.executor.failure(failure[0].subgraph, chunk, failure[1])
-            ended.append(_EndedChunk(number, chunk, events, error))
+            ended.append((number, chunk, events, error))
         return ended
 
     @property
@@ -312,15 +307,15 @@ def _compute_in_stream(
         stream.start()
         while stream.num_in_flight:
             bell.wait()
-            for ended in stream.take_ended():
-                if ended.error is not None:
-                    request.stop(ended.error)
+            for _, chunk, of_chunk, error in stream.take_ended():
+                if error is not None:
+                    request.stop(error)
                     break
-                segment = ended.chunk.segments[0]
-                request.note(executor.pipeline, segment, ended.events)
+                segment = chunk.segments[0]
+                request.note(executor.pipeline, segment, of_chunk)
                 request.num_taken += segment.num_tokens
-                computed.append(ended.chunk)
-                events.append(ended.events)
+                computed.append(chunk)
+                events.append(of_chunk)
             if request.error is not None:
                 break
             _check_goes_on(request)

@@ -229,10 +229,9 @@ async def _tell(
     ):
         told: Sequence[TokenLogProbabilities] = ()
         for index, prompt in prompts.items():
-            found = await prompt_log_probabilities(session, prompt, wanted.likeliest, told)
-            told = found.of_tokens
-            _count(service, prompt, found.num_cached)
-            tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=found.num_cached, log_probabilities=told))
+            told, num_cached = await prompt_log_probabilities(session, prompt, wanted.likeliest, told)
+            _count(service, prompt, num_cached)
+            tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told))
 
 
 async def _prefill(
@@ -251,8 +250,7 @@ async def _prefill(
 
     told: Sequence[TokenLogProbabilities] = ()
     if wanted.echo and wanted.likeliest is not None:
-        found = await prompt_log_probabilities(session, prompt, wanted.likeliest)
-        told, num_cached = found.of_tokens, found.num_cached
+        told, num_cached = await prompt_log_probabilities(session, prompt, wanted.likeliest)
     else:
         result = await session.aprefill(
             prompt, progress=progress if wanted.progress else None, follows_text=wanted.follows_text

@@ -26,7 +26,7 @@ from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import CAUSES, Cause, where_time_went
-from chunkrt.runtime.trace.utilisation import Utilisation, link_time, utilisation
+from chunkrt.runtime.trace.utilisation import link_time, utilisation
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, decode_plan, twins
@@ -285,7 +285,7 @@ def simulate(
         makespan_ms=end_ns / 1e6,
         interval=interval,
         processors=_shares(records),
-        **asdict(_utilisation(records)),
+        **_utilisation(records),
         link=None if link is None else _link_shares(runs[0], link, ranks),
         peak_memory_bytes=_memory(plan, plans, num_graphs, found_scheme, records, prompt_length),
         energy_joules=sum(joules.values()) if joules else None,
@@ -519,24 +519,20 @@ def _link_shares(run: _Run, link: LinkProfile, ranks: int) -> LinkShares:
         name=link.name,
         ranks=ranks,
         sent_bytes=sum(run.work_of(event.task).sent_bytes for event in run.record.events),
-        busy_ms=time.busy_ns / 1e6,
-        busy=time.busy_ns / max(run.record.end_ns, 1),
-        hidden=time.hidden,
+        busy_ms=time["busy_ns"] / 1e6,
+        busy=time["busy_ns"] / max(run.record.end_ns, 1),
+        hidden=time["hidden"],
     )
 
 
-def _utilisation(records: Sequence[RunRecord]) -> Utilisation:
+def _utilisation(records: Sequence[RunRecord]) -> dict[str, float]:
     """Return the shares of a prompt's time, of which each record covers a part."""
     total_ns = sum(record.end_ns - record.start_ns for record in records)
-    found = Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
+    found: dict[str, float] = {}
     for record in records:
-        own = utilisation(record.events, record.pipeline.stages)
         part = (record.end_ns - record.start_ns) / max(total_ns, 1)
-        found = Utilisation(
-            npu_busy=found.npu_busy + part * own.npu_busy,
-            cpu_busy=found.cpu_busy + part * own.cpu_busy,
-            overlap=found.overlap + part * own.overlap,
-        )
+        for name, share in utilisation(record.events, record.pipeline.stages).items():
+            found[name] = found.get(name, 0.0) + part * share
     return found
 
 

@@ -181,7 +181,7 @@ def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[ChunkWork], link: Li
             num_receivers = 1 if subgraph.rows == "R" else ranks - 1
             return Work(round(1000 * link.gather_us(num_bytes, ranks)), 0.0, float(num_receivers * num_bytes))
         ns = round(1000 * link.sum_us(num_bytes, ranks))
-        return Work(ns, 0.0, exchange_of(num_bytes, ranks).sent_bytes)
+        return Work(ns, 0.0, exchange_of(num_bytes, ranks)[1])
 
     return work
 

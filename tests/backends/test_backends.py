@@ -10,7 +10,7 @@ import pytest
 from chunkrt.backends import BACKENDS, Support, make_backend
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import ConfigError, PartitionError
-from chunkrt.quant.scheme import SCHEMES, find_scheme
+from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing import ConformanceError, check_backend, conformance
 from chunkrt.testing.random_decoders import random_decoder
 
@@ -596,16 +596,6 @@ def test_backend_for_some_subgraphs_conforms(few_schemes):
 @pytest.mark.slow
 def test_backend_for_some_subgraphs_conforms_under_every_scheme():
     check_backend(StaticOnly())
-
-
-def test_native_refuses_float_linears_and_names_the_node():
-    scheme = find_scheme("float")
-    decoder = random_decoder([scheme])
-    subgraph = decoder.plan.static_subgraphs[0]
-    support = make_backend("native", threads=1).supports(subgraph, decoder.plan, scheme)
-    assert not support
-    assert support.node == "model.layers.0.self_attn.qkv_proj.product"
-    assert "w8a8-dynamic" in support.reason
 
 
 @pytest.mark.parametrize("name", BACKENDS)

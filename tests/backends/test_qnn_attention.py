@@ -6,9 +6,11 @@ import logging
 
 import numpy as np
 import pytest
+from calibrated import calibrated
 from constants import Constants
 from fixture_checkpoints import checkpoint, input_ids
 from float64_llama import float64_logits, sliding_mask
+from relative_error import relative_error
 from states import saved_arrays
 
 import chunkrt
@@ -217,10 +219,6 @@ class OneAttention:
             np.testing.assert_array_equal(cache[:, others], before[name][:, others])
 
 
-def relative_error(found, expected):
-    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(np.square(expected, dtype=np.float64)))
-
-
 SIZES = {
     "smollm2": (9, 3, 64, 64),
     "gemma3-270m": (4, 1, 256, 256),
@@ -391,9 +389,7 @@ def load(own_home):
     def load(name, **options):
         path = own_home / f"{name}.npz"
         if not path.exists():
-            planned = plan_checkpoint(checkpoint(name), {})
-            tokens, weights = np.array(input_ids(name)), weights_digest(planned.source)
-            calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(path)
+            calibrated(name, path, input_ids(name))
         given = {"npu": "qnn", "scheme": "w8a16", "calibration": path, "chunk_length": CHUNK, "threads": 2}
         return chunkrt.load(checkpoint(name), **(given | {"prefix_cache": "off"} | options))
 

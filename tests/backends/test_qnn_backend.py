@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from relative_error import relative_error
 
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.qnn import backend as backend_module
@@ -200,10 +201,6 @@ def test_unsupported_subgraphs_are_refused_before_compilation(backend, decoder, 
     ):
         backend.compile(embedding, decoder.plan, CHUNK, W8A16, decoder.weights["w8a16"])
     assert not (tmp_path / "contexts").exists()
-
-
-def relative_error(found, expected):
-    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
 
 
 def layer_error(backend, decoder, chunk_length):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from calibrated import calibrated
 from constants import Constants
+from relative_error import relative_error
 from states import saved_arrays
 
 import chunkrt
@@ -29,10 +30,6 @@ rounded to float16, at most 2^-11 each."""
 LOGIT_TOLERANCE = 2.0**-6
 """Tolerance of logits against the CPU under the same scheme, as with attention on the NPU."""
 ON_NPU = {"placement": {"model.layers.*.conv": "npu"}}
-
-
-def relative_error(found, expected):
-    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(np.square(expected, dtype=np.float64)))
 
 
 def gone_after(number):

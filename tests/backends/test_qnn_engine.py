@@ -15,15 +15,13 @@ import pytest
 from calibrated import calibrated
 from fixture_checkpoints import checkpoint, input_ids
 from gates import at_once
+from relative_error import relative_error
 
 import chunkrt
 from chunkrt.backends import qnn
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.backends.qnn.library import open_session
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import roles
 from chunkrt.errors import CompileError, DeviceLostError, NumberRangeError, PartitionError
 from chunkrt.graph.rewrites import merged_on_cpu
@@ -53,12 +51,8 @@ def model(tmp_path_factory):
     folder = shutil.copytree(checkpoint("llama_mha"), tmp_path_factory.mktemp("long") / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    planned = plan_checkpoint(folder, {})
-    found = calibrate(
-        planned.plan, planned.load, prompt(CONTEXT, seed=1), model="tiny", weights=weights_digest(planned.source)
-    )
     path = folder.parent / "tiny.npz"
-    found.save(path)
+    calibrated(folder, path, prompt(CONTEXT, seed=1))
     return folder, path
 
 
@@ -75,10 +69,6 @@ def load(model, **options):
 
 def logits_of(engine, tokens):
     return engine.session().prefill(tokens, logits="all").logits
-
-
-def relative_error(found, expected):
-    return np.sqrt(np.mean((found.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
 
 
 def num_contexts(home):
@@ -392,22 +382,21 @@ def no_session(htp, soc, model, **options):
     raise RuntimeError("no VTCM left")
 
 
-@pytest.mark.parametrize("how", ["no session", "damaged"])
-def test_npu_failure_at_start_is_an_error(model, engine, request, monkeypatch, how):
-    if how == "damaged":
+@pytest.fixture(params=["no session", "damaged"])
+def refused(request, monkeypatch):
+    """Let the NPU refuse contexts when an engine is loaded."""
+    if request.param == "damaged":
         request.getfixturevalue("damaged")
     else:
         monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+
+
+def test_npu_failure_at_start_is_an_error(model, engine, refused):
     with pytest.raises(DeviceLostError, match=r"the NPU refuses the context of static\.[01]: "):
         load(model)
 
 
-@pytest.mark.parametrize("how", ["no session", "damaged"])
-def test_fallback_at_start_runs_on_the_cpu(model, engine, native, request, monkeypatch, caplog, how):
-    if how == "damaged":
-        request.getfixturevalue("damaged")
-    else:
-        monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
+def test_fallback_at_start_runs_on_the_cpu(model, engine, native, caplog, refused):
     with load(model, on_npu_failure="fallback") as other:
         assert other.loaded.npu_backend is other.loaded.cpu_backend
         np.testing.assert_array_equal(logits_of(other, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))
@@ -493,8 +482,7 @@ def test_npu_alternates_with_switched_off_operators(model):
         for session in last:
             session.prefill(prompt(NUM_TOKENS))
             tokens.append([piece.token_id for piece in session.generate(max_new_tokens=4)])
-    off = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
-    assert 0 < off < TOLERANCES["w8a16"]
+    assert 0 < relative_error(found, expected) < TOLERANCES["w8a16"]
     assert tokens[0] == tokens[1]
 
 

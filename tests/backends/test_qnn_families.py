@@ -4,15 +4,13 @@ few rows have the same bits.
 
 import numpy as np
 import pytest
+from calibrated import calibrated
 from fixture_checkpoints import checkpoint, input_ids
 from run_up_to import run_up_to
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.qnn.htp_support import FEW_ROWS
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not open_htp().is_emulated:
@@ -65,9 +63,7 @@ OPERATORS_OF = {
 def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     tokens = np.array(input_ids(name))
-    planned = plan_checkpoint(checkpoint(name), {})
-    weights = weights_digest(planned.source)
-    calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(tmp_path / "calibration.npz")
+    calibrated(name, tmp_path / "calibration.npz", tokens)
     options = {"npu": "reference", "scheme": SCHEME, "calibration": tmp_path / "calibration.npz"}
     with chunkrt.load(checkpoint(name), chunk_length=CHUNK, **options) as engine:
         subgraph = next(subgraph for subgraph in engine.plan.subgraphs if subgraph.name == SUBGRAPH)

@@ -20,6 +20,12 @@ ROWS = 32
 
 def test_settings_are_converted_to_the_providers_names(tmp_path):
     profile = tmp_path / "npu.csv"
+    assert HtpOptions.parse([]) == HtpOptions()
+    assert HtpOptions().as_provider_options() == {"htp_performance_mode": "burst"}
+    parsed = HtpOptions.parse(["performance_mode=balanced", "vtcm_mb=4", "rpc_control_latency_us=100"])
+    assert parsed == HtpOptions(performance_mode="balanced", vtcm_mb=4, rpc_control_latency_us=100)
+    expected = {"htp_performance_mode": "balanced", "vtcm_mb": "4", "rpc_control_latency": "100"}
+    assert parsed.as_provider_options() == expected
     named = {
         "graph_optimization": "3",
         "context_priority": "high",
@@ -37,6 +43,15 @@ def test_settings_are_converted_to_the_providers_names(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["vtcm_mb"], "'vtcm_mb' is not a NAME=VALUE setting of the NPU; names: performance_mode, vtcm_mb"),
+        ([""], "'' is not a NAME=VALUE setting"),
+        (["vtcm=4"], "unknown NPU setting 'vtcm'; did you mean 'vtcm_mb'?"),
+        (["vtcm_mb="], "vtcm_mb is '', expected a whole number"),
+        (["vtcm_mb=4.5"], "vtcm_mb is '4.5', expected a whole number"),
+        (["vtcm_mb=-4"], "vtcm_mb is '-4', expected a whole number"),
+        (["vtcm_mb=0"], "vtcm_mb is 0, expected at least 1"),
+        (["performance_mode=fast"], "unknown performance mode 'fast'"),
+        (["performance_mode=burts"], "did you mean 'burst'?"),
         (["graph_optimization=4"], "graph_optimization is 4, expected 0 to 3"),
         (["graph_optimization=hard"], "graph_optimization is 'hard', expected a whole number"),
         (["context_priority=hihg"], "unknown context priority 'hihg'; did you mean 'high'?"),

@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import onnxruntime as ort
 import pytest
+from calibrated import calibrated
 from fake_backend import wait_until
 from fixture_checkpoints import checkpoint
 from gates import at_once
@@ -24,9 +25,6 @@ from server_of_tests import serving
 import chunkrt
 from chunkrt.backends import fallback, qnn
 from chunkrt.backends.qnn.timed_calls import TimedCalls
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, DeviceLostError, NumberRangeError
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
@@ -127,10 +125,8 @@ def faults(monkeypatch):
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
-    planned = plan_checkpoint(checkpoint(NAME), {})
     path = tmp_path_factory.mktemp("calibration") / "tiny.npz"
-    tokens, weights = prompt(0, CONTEXT), weights_digest(planned.source)
-    calibrate(planned.plan, planned.load, tokens, model=NAME, weights=weights).save(path)
+    calibrated(NAME, path, prompt(0, CONTEXT))
     return path
 
 

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from calibrated import calibrated
 from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.backends import qnn
 from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION
 from chunkrt.backends.qnn.library import open_session
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import DeviceLostError
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
@@ -120,10 +118,8 @@ def driver(rpcmem, monkeypatch):
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
-    planned = plan_checkpoint(checkpoint(NAME), {})
     path = tmp_path_factory.mktemp("calibration") / "tiny.npz"
-    weights = weights_digest(planned.source)
-    calibrate(planned.plan, planned.load, prompt(CONTEXT), model=NAME, weights=weights).save(path)
+    calibrated(NAME, path, prompt(CONTEXT))
     return path
 
 

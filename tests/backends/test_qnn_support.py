@@ -8,10 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from chunkrt.backends.qnn import HtpOptions, find_soc
+from chunkrt.backends.qnn import find_soc
 from chunkrt.backends.qnn.htp_support import LINEARS, npu_support
 from chunkrt.backends.qnn.library import open_session
-from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Node
 from chunkrt.quant.scheme import BLOCK_LENGTH, LEVELS, SCHEMES, Scheme
 from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, random_decoder
@@ -272,36 +271,3 @@ def test_compiler_refuses_products_outside_the_table(htp, soc, bits, case):
 def test_depth_that_blocks_do_not_divide_is_computed_wrongly(htp, soc):
     most, _, _ = steps_off(htp, soc, 16, 4, depth=48)
     assert most > 10000
-
-
-def test_settings_are_parsed():
-    parsed = HtpOptions.parse(["performance_mode=balanced", "vtcm_mb=4", "rpc_control_latency_us=100"])
-    assert parsed == HtpOptions(performance_mode="balanced", vtcm_mb=4, rpc_control_latency_us=100)
-    assert parsed.as_provider_options() == {
-        "htp_performance_mode": "balanced",
-        "vtcm_mb": "4",
-        "rpc_control_latency": "100",
-    }
-    assert HtpOptions.parse([]) == HtpOptions()
-    assert HtpOptions().as_provider_options() == {"htp_performance_mode": "burst"}
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("vtcm_mb", "'vtcm_mb' is not a NAME=VALUE setting of the NPU; names: performance_mode, vtcm_mb"),
-        ("", "'' is not a NAME=VALUE setting"),
-        ("vtcm=4", "unknown NPU setting 'vtcm'; did you mean 'vtcm_mb'?"),
-        ("vtcm_mb=", "vtcm_mb is '', expected a whole number"),
-        ("vtcm_mb=4.5", "vtcm_mb is '4.5', expected a whole number"),
-        ("vtcm_mb=-4", "vtcm_mb is '-4', expected a whole number"),
-        ("vtcm_mb=0", "vtcm_mb is 0, expected at least 1"),
-        ("rpc_control_latency_us=soon", "rpc_control_latency_us is 'soon', expected a whole number"),
-        ("performance_mode=fast", "unknown performance mode 'fast'"),
-        ("performance_mode=burts", "did you mean 'burst'?"),
-    ],
-)
-def test_wrong_settings_are_refused(setting, message):
-    with pytest.raises(ConfigError) as raised:
-        HtpOptions.parse([setting])
-    assert message in str(raised.value)

@@ -280,11 +280,6 @@ def test_calibrate_refuses_a_wrong_command_line(command, arguments, message):
     expect_one_line(command("calibrate", GGUF, *arguments), message, status=2)
 
 
-def test_calibrate_refuses_an_empty_text(command, text):
-    text.write_text("\n \n")
-    expect_one_line(command("calibrate", GGUF, "--text", text), "the calibration text is empty", status=1)
-
-
 def test_calibrate_refuses_an_engine_directory(command, tmp_path):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
     expect_one_line(command("calibrate", tmp_path / "engine"), "is compiled and has fixed grids", status=1)

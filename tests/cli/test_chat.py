@@ -51,6 +51,7 @@ def test_undo_retry_and_reset(command, chat_model):
     assert talk(command, chat_model, "hi", "/retry", "more").out.splitlines() == [*once, *twice]
     assert talk(command, chat_model, "wrong", "/reset", "hi").out.splitlines()[1:] == once
     assert talk(command, chat_model, "/undo", "hi", "/quit", "more").out.splitlines() == once
+    assert talk(command, chat_model, "hi", "/exit", "more").out.splitlines() == once
 
 
 def test_set_changes_sampling_of_later_answers(command, chat_model):

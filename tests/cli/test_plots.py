@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 from chunkrt.cli import plots
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
@@ -104,9 +105,7 @@ def test_plot_errors_are_reported_before_anything_runs(command, tmp_path, monkey
     cases = [(arguments, "a.jpg", "its name must end with one of .png, .svg") for arguments in commands.values()]
     cases.append((served, "a.svg", "--plot draws single prompts"))
     for arguments, name, message in cases:
-        finished = command(*arguments, "--plot", tmp_path / name)
-        assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)
-        assert message in finished.err
+        expect_one_line(command(*arguments, "--plot", tmp_path / name), message, 1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for arguments in commands.values():
         finished = command(*arguments, "--plot", tmp_path / "a.svg")

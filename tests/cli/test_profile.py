@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 from chunkrt.simulate import MeasuredProfile, read_profile
 
@@ -51,10 +52,9 @@ def test_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
     ],
 )
 def test_profile_errors_print_one_line(command, tmp_path: Path, options: list[str], message: str) -> None:
-    finished = command("profile", GGUF, *(str(tmp_path / o) if o.startswith("here") else o for o in options))
-    assert finished.status == 1
-    assert message in finished.err
-    assert finished.err.count("\n") == 1
+    expect_one_line(
+        command("profile", GGUF, *(str(tmp_path / o) if o.startswith("here") else o for o in options)), message, 1
+    )
     assert not list(tmp_path.iterdir())
 
 

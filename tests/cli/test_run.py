@@ -120,10 +120,6 @@ def test_run_with_scheme_float(command, npu):
     assert json.loads(finished.out)["new_tokens"] == 3
 
 
-def test_run_of_an_engine_directory(command, chat_model):
-    assert command("run", chat_model, "-p", "hello", "-n", 12, "--raw").out == answer("hello", 12) + "\n"
-
-
 def test_run_applies_the_chat_template(command, chat_model):
     finished = command("run", chat_model, "-p", "hi", "-n", 4, "--system", "Be brief.", "--json")
     prompt = "s:Be brief.;u:hi;a:"
@@ -157,14 +153,6 @@ def test_chat_keeps_earlier_messages(command, chat_model):
             transcript += f"a:{answers[-1]};"
     assert finished.out == "".join(f"{answer}\n" for answer in answers)
     assert finished.err.count("[prompt ") == 2
-
-
-def test_reset_exit_and_unknown_commands(command, chat_model):
-    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
-    finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n/what\n/exit\nhi\n")
-    assert finished.status == 0
-    assert finished.out == once * 2
-    assert "unknown command /what" in finished.err
 
 
 def test_turn_beyond_the_context_is_discarded(command, chat_model):
@@ -206,20 +194,3 @@ def test_chat_refuses_a_model_without_a_template(command):
 def test_the_end_of_the_input_ends_the_chat(command, chat_model):
     finished = command("chat", chat_model, stdin="")
     assert (finished.status, finished.out) == (0, "")
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_chat(command, chat_model, monkeypatch):
-    once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
-    generate, calls = chunkrt.Session.generate, []
-
-    def interrupted(self, **options):
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return generate(self, **options)
-
-    monkeypatch.setattr(chunkrt.Session, "generate", interrupted)
-    finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n")
-    assert finished.status == 0
-    assert finished.out == once
-    assert "[stopped; the turn is discarded]" in finished.err

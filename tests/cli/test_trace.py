@@ -163,7 +163,7 @@ def test_padding_is_that_of_the_smallest_graph_for_the_rows(tmp_path, lengths, p
     write_trace(tmp_path / "out.json", [record], "toy")
     (back,) = read_trace(tmp_path / "out.json")
     assert back.pipeline == record.pipeline
-    assert packing([back]).padding == padding
+    assert packing([back])["padding"] == padding
 
 
 def test_trace_shows_the_state_of_the_npu(command, tmp_path):
@@ -185,13 +185,13 @@ def test_trace_of_a_run_on_an_npu_has_its_state(command, monkeypatch, tmp_path):
     path = tmp_path / "out.json"
     finished = command("run", GGUF, "-p", "hello trace", "-n", 2, "--npu", "qnn", "--chunk", "2,8", "--trace", path)
     assert finished.status == 0, finished.err
-    assert read_trace_file(path).npu == [NpuState()]
+    assert read_trace_file(path)[2] == [NpuState()]
     assert read_trace(path)[0].pipeline.graph_lengths == (2, 8)
     assert "NPU: ok, 0 failures" in command("trace", path).out
 
 
 def test_traces_without_an_npu_have_no_state_of_one(traced):
-    assert read_trace_file(traced).npu == []
+    assert read_trace_file(traced)[2] == []
 
 
 def test_timeline_has_a_row_per_sequence(command, shared, tmp_path):

@@ -9,15 +9,13 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from fixture_checkpoints import checkpoint
+from calibrated import calibrated
 from hypothesis import given, settings
 from native_cases import make_case, node, tensor
 
 import chunkrt
 from chunkrt.backends import BACKENDS, make_backend
-from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine_directory.store import WeightStore, pack
 from chunkrt.engine_directory.weights import write_weights
 from chunkrt.graph.modules import Embedding, Module
@@ -224,11 +222,8 @@ NAME, CHUNK, PROMPT = "llama_gqa", 8, np.random.default_rng(0).integers(0, 128, 
 def model(tmp_path_factory):
     """Return an engine in which every linear except the LM head has a shadow."""
     path = tmp_path_factory.mktemp("ranges") / "ranges.npz"
-    planned = plan_checkpoint(checkpoint(NAME), {})
-    tokens = np.random.default_rng(1).integers(0, 128, 128)
-    weights = weights_digest(planned.source)
-    calibrate(planned.plan, planned.load, tokens, model="toy", weights=weights).save(path)
-    return {"model": checkpoint(NAME), "scheme": "w8a8", "shadow": "all", "calibration": path}
+    model = calibrated(NAME, path, np.random.default_rng(1).integers(0, 128, 128))
+    return {"model": model, "scheme": "w8a8", "shadow": "all", "calibration": path}
 
 
 def logits(model, **options):

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
+from one_line import expect_one_line
 from safetensors.numpy import load_file, save_file
 
 from chunkrt.backends import Support, make_backend
@@ -351,9 +352,7 @@ def test_damaged_file_prints_one_line(tmp_path, command):
     (folder / "tokenizer.json").write_text("{")
     for path in (tmp_path / "cut.gguf", tmp_path / "text.gguf", folder, tmp_path / "nothing.gguf", "no-such-model"):
         finished = command("support", path)
-        assert (finished.status, finished.out) == (1, "")
-        assert finished.err.startswith("chunkrt: ")
-        assert finished.err.count("\n") == 1
+        expect_one_line(finished, "chunkrt: ", 1)
         assert "unexpected" not in finished.err
 
 

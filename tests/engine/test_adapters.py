@@ -125,15 +125,6 @@ def test_packed_adapters_have_the_bits_of_each_alone(tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_chunk_length_does_not_change_bits_with_an_adapter():
-    found = []
-    for chunk_length in (1, 7, 32):
-        with load(chunk_length=chunk_length) as engine:
-            found.append(logits_of(engine, engine.load_adapter(BIASED)))
-    np.testing.assert_array_equal(found[1], found[0])
-    np.testing.assert_array_equal(found[2], found[0])
-
-
 @pytest.mark.parametrize(
     "options",
     [

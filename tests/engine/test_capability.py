@@ -44,7 +44,7 @@ def test_unsupported_linears_go_to_the_cpu():
         check_runs(plan, scheme, EngineOptions(npu="qnn"))
     found, moved = moved_from(plan, "w4a16")
     downs = [node.name for s in plan.subgraphs for node in s.nodes if "down_proj" in node.name and node.op == "MatMul"]
-    assert [(each.operator, each.node) for each in moved] == [("linear", name) for name in downs]
+    assert [(operator, node) for operator, node, _ in moved] == [("linear", name) for name in downs]
     devices = {node.name: s.device for s in found.subgraphs for node in s.nodes}
     before = {node.name: s.device for s in plan.subgraphs for node in s.nodes}
     assert {name for name, device in devices.items() if device != before[name]} == set(downs)
@@ -59,7 +59,7 @@ def test_warning_names_operators_counts_and_reasons():
     line = told(moved)
     assert line.startswith(
         f"the CPU runs operators that the NPU does not support: {len(moved)} linear "
-        f"(first {moved[0].node}: MatMul of u16 by s4"
+        f"(first {moved[0][1]}: MatMul of u16 by s4"
     )
     assert line.endswith("; `npu_strict=True` makes this an error")
     assert "\n" not in line
@@ -69,7 +69,7 @@ def test_unsupported_operators_go_to_the_cpu(monkeypatch):
     plan = planned("llama_mha")
     monkeypatch.setattr(support, "OPERATORS", tuple(op for op in support.OPERATORS if op != "Sigmoid"))
     found, moved = moved_from(plan, "w8a16")
-    assert {each.operator for each in moved} == {"silu_mul"}
+    assert {operator for operator, *_ in moved} == {"silu_mul"}
     assert len(moved) == 2
     on_cpu = {
         node.op for s in found.subgraphs if s.device == "cpu" and s.is_static and s.rows == "T" for node in s.nodes

@@ -97,6 +97,7 @@ def test_decoder_on_the_cpu_alone_gives_the_same_bits():
 
 EXACT = ("lfm2", "gemma3_window_5", "gemma4", "mistral_window_95", "phi3_window_5", "qwen2", "qwen3")
 EXACT += ("bamba", "falcon_h1", "granite_hybrid_mamba_experts", "mamba2", "nemotron_h")
+EXACT += ("mamba", "mamba_biased", "falcon_mamba")
 ROUNDED = ("qwen3_next", "qwen3_next_experts", "qwen3_5")
 
 

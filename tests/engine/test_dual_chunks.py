@@ -173,11 +173,7 @@ def test_prefix_cache_takes_only_tokens_with_the_same_factor(folder, truth):
 def test_sequences_in_shared_chunks_are_computed_as_alone(folder, npu):
     prompts = [TOKENS[i : i + 2 + 9 * i] for i in range(8)]
     with load(folder, npu=npu, chunk_length=7, scheme="w8a8-dynamic" if npu == "native" else "float") as engine:
-        alone = []
-        for prompt in prompts:
-            session = engine.session()
-            session.prefill(prompt)
-            alone.append("".join(piece.text for piece in session.generate(max_new_tokens=9)))
+        alone = [engine.generate([prompt], max_new_tokens=9)[0] for prompt in prompts]
         assert engine.generate(prompts, max_new_tokens=9, max_sessions=8) == alone
 
 

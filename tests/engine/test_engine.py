@@ -1,21 +1,18 @@
 """Loading a model: accepted and rejected arguments, and the use of an engine by several sessions."""
 
 import re
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_backend import wait_until
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends import qnn
 from chunkrt.backends.qnn import library
 from chunkrt.compile import compiler
-from chunkrt.engine.engine import Engine, EngineOptions
-from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
+from chunkrt.engine.engine import EngineOptions
+from chunkrt.errors import BackendUnavailableError, ConfigError, ModelError, PartitionError
 
 NAME = "llama_biased_gguf"
 CHECKPOINT = checkpoint(NAME)
@@ -106,55 +103,6 @@ def test_shorter_context_has_a_smaller_state():
         )
 
 
-def test_closed_engine_raises_closed_error():
-    engine = chunkrt.load(CHECKPOINT)
-    session = engine.session()
-    session.prefill(TOKENS[:3])
-    engine.close()
-    assert engine.loaded.is_closed
-    with pytest.raises(ClosedError, match="closed"):
-        engine.session()
-    with pytest.raises(ClosedError, match="closed"):
-        session.prefill(TOKENS[:3])
-    with pytest.raises(ClosedError, match="closed"):
-        session.generate()
-
-
-def test_close_during_a_prefill_of_another_thread_raises_one_error_there():
-    """Neither thread waits for the complete prompt: the first finished chunk holds the others until the engine is
-    closed."""
-    begun, done, errors = threading.Event(), [], []
-
-    def hold(what, num_done, total):
-        done.append(num_done)
-        begun.set()
-        wait_until(lambda: engine.loaded.scheduler.is_closed)
-        time.sleep(0.005)  # the thread that waits for the chunks notices it
-
-    def prefill():
-        try:
-            session.prefill(TOKENS[:40], progress=hold)
-        except ClosedError as error:
-            errors.append(str(error))
-
-    engine = chunkrt.load(CHECKPOINT, chunk_length=2, chunks_in_flight=1)
-    session = engine.session()
-    thread = threading.Thread(target=prefill, daemon=True)
-    thread.start()
-    assert begun.wait(60)
-    engine.close()
-    thread.join(60)
-    assert errors == ["the engine is closed; load the model again"]
-    assert max(done) < 40
-    with pytest.raises(ClosedError, match="the engine is closed; load the model again"):
-        session.generate()
-
-
-def test_close_twice_is_allowed(engine):
-    engine.close()
-    engine.close()
-
-
 def test_model_without_a_tokenizer_accepts_only_token_ids():
     with chunkrt.load(checkpoint("llama_mha")) as engine:
         with pytest.raises(ModelError, match=r"has no tokenizer; put its tokenizer\.json next to its weights"):
@@ -188,9 +136,3 @@ def test_load_reports_progress(tmp_path, monkeypatch):
     told.clear()
     chunkrt.load(CHECKPOINT, progress=lambda *step: told.append(step)).close()
     assert told == []
-
-
-def test_engine_is_a_public_class():
-    with chunkrt.load(CHECKPOINT) as engine:
-        assert isinstance(engine, Engine)
-        assert engine.loaded.manifest.model == str(CHECKPOINT)

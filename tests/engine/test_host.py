@@ -6,13 +6,11 @@ import json
 import numpy as np
 import onnx
 import pytest
+from calibrated import calibrated
 from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
 
 import chunkrt
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import host
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.options import EngineOptions
@@ -128,9 +126,7 @@ def calibrations(tmp_path_factory):
         def made(name):
             path = home / f"{name}.npz"
             if not path.exists():
-                planned = plan_checkpoint(checkpoint(name), {})
-                tokens, weights = tokens_of(64), weights_digest(planned.source)
-                calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(path)
+                calibrated(name, path, tokens_of(64))
             return path
 
         yield made

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from float64_llama import float64_logits
 from led_ranks import led
 from safetensors.numpy import save_file
 
@@ -21,6 +22,19 @@ CONTEXT = 512
 HALF = HEAD_DIM // 2
 SLOW = np.arange(HALF - 5, HALF)
 """Pairs of channels that rotate slowest: the biases are in the first channels of these."""
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": EPSILON,
+    "rope_theta": THETA,
+    "tie_word_embeddings": False,
+}
 TOKENS = np.random.default_rng(3).integers(0, VOCABULARY, 384).tolist()
 
 
@@ -60,23 +74,9 @@ def weights(bias: float) -> dict[str, np.ndarray]:
 
 
 def write_model(folder: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": EPSILON,
-        "rope_theta": THETA,
-        "tie_word_embeddings": False,
-        **changes,
-    }
     folder.mkdir(parents=True)
     save_file(dict(tensors), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes), encoding="utf-8")
     return folder
 
 
@@ -85,40 +85,17 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def norm(x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPSILON)
-
-
-def rope(x: np.ndarray) -> np.ndarray:
-    """Rotate x [T, heads, D]; rotate-half, as in Hugging Face's Qwen2."""
-    angles = np.arange(len(x))[:, None, None] * THETA ** (-np.arange(HALF) / HALF)
-    first, second = x[..., :HALF], x[..., HALF:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def truth(tensors: Mapping[str, np.ndarray], tokens: list[int]) -> np.ndarray:
     """Return log-probabilities [T, V] in float64."""
-    w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-    x, count = w["model.embed_tokens.weight"][tokens], len(tokens)
-    hidden = np.triu(np.full((count, count), -np.inf), 1)
+    w = {name: tensor.T.astype(np.float64) for name, tensor in tensors.items()}
+    w["model.embed_tokens.weight"] = w["model.embed_tokens.weight"].T
     for layer in (f"model.layers.{index}." for index in range(LAYERS)):
-        normed = norm(x)
-        q, k, v = (
-            (normed @ w[f"{layer}self_attn.{n}_proj.weight"].T + w[f"{layer}self_attn.{n}_proj.bias"]).reshape(
-                count, -1, HEAD_DIM
-            )
-            for n in "qkv"
-        )
-        k, v = (np.repeat(each, HEADS // KV_HEADS, axis=1) for each in (rope(k), v))
-        scores = np.einsum("tgd,pgd->gtp", rope(q), k) / HEAD_DIM**0.5 + hidden
-        attended = np.einsum("gtp,pgd->tgd", np.exp(log_softmax(scores)), v).reshape(count, -1)
-        x = x + attended @ w[f"{layer}self_attn.o_proj.weight"].T
-        normed = norm(x)
-        gate = normed @ w[f"{layer}mlp.gate_proj.weight"].T
-        up = normed @ w[f"{layer}mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}mlp.down_proj.weight"].T
-    return log_softmax(norm(x) @ w["lm_head.weight"].T)
+        for kind in ("weight", "bias"):
+            parts = [w[f"{layer}self_attn.{n}_proj.{kind}"] for n in "qkv"]
+            w[f"{layer}self_attn.qkv_proj.{kind}"] = np.concatenate(parts, axis=-1)
+        parts = [w[f"{layer}mlp.{n}_proj.weight"] for n in ("gate", "up")]
+        w[f"{layer}mlp.gate_up_proj.weight"] = np.concatenate(parts, axis=-1)
+    return log_softmax(float64_logits(CONFIG, w, tokens))
 
 
 def divergence(expected: np.ndarray, logits: np.ndarray | None) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from collector import without_collector
 from fixture_checkpoints import checkpoint, input_ids
-from states import saved_arrays, state_bytes
+from states import note_runs, saved_arrays, state_bytes
 
 import chunkrt
 from chunkrt.engine.scoring import encode_pair
@@ -26,6 +26,12 @@ NAME = "llama_biased_gguf"
 def engine():
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, threads=2) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def one(engine):
+    """Return the bytes of one state."""
+    return state_bytes(engine)
 
 
 PROMPTS = [input_ids(NAME)[i : i + 3 + 5 * i] for i in range(9)]
@@ -44,7 +50,7 @@ def answers_alone(engine, prompts, **options):
 def test_many_prompts_are_answered_as_alone(engine, most):
     expected = answers_alone(engine, PROMPTS, max_new_tokens=9)
     assert engine.generate(PROMPTS, max_new_tokens=9, max_sessions=most) == expected
-    pieces = list(engine.stream(PROMPTS, max_new_tokens=9, max_sessions=most))
+    pieces = list(engine.stream(iter(PROMPTS), max_new_tokens=9, max_sessions=most))
     texts = ["".join(piece.text for i, piece in pieces if i == index) for index in range(len(PROMPTS))]
     assert texts == expected
     assert {index for index, piece in pieces if piece.finish_reason} == set(range(len(PROMPTS)))
@@ -112,41 +118,7 @@ def test_closed_event_loop_leaves_the_engine_usable(engine):
     np.testing.assert_array_equal(session.prefill(PROMPTS[4]).logits, engine.session().prefill(PROMPTS[4]).logits)
 
 
-def test_session_in_two_threads_is_rejected(engine):
-    session, refused, started = engine.session(), [], threading.Event()
-    session.prefill(PROMPTS[2])
-
-    def look(record):
-        started.set()
-        other.join()
-
-    def use():
-        started.wait(60)
-        try:
-            session.prefill([1])
-        except ConfigError as error:
-            refused.append(str(error))
-
-    other = threading.Thread(target=use)
-    other.start()
-    session.on_run = look
-    session.prefill(PROMPTS[3])
-    assert refused == ["the session is in use by another thread or task; create one for each"]
-
-
-def test_session_in_two_tasks_is_rejected(engine):
-    async def main():
-        session = await engine.asession()
-        return await asyncio.gather(session.aprefill(PROMPTS[3]), session.aprefill([1]), return_exceptions=True)
-
-    first, second = asyncio.run(main())
-    assert first.num_tokens == len(PROMPTS[3])
-    assert str(second) == "the session is in use by another thread or task; create one for each"
-
-
-def test_caches_have_a_budget():
-    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
-        one = state_bytes(free)
+def test_caches_have_a_budget(one):
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=2 * one, queue=2) as engine:
         first, second = engine.session(), engine.session()
         first.prefill(PROMPTS[1])
@@ -200,10 +172,8 @@ def test_room_without_a_limit_needs_no_wait(engine):
         coming.join()
 
 
-def test_closed_session_leaves_room_for_the_next():
+def test_closed_session_leaves_room_for_the_next(one):
     """Neither the thread that computed its last run nor an error in it keeps its caches alive."""
-    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
-        one = state_bytes(free)
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=2 * one) as engine:
         errors = []
 
@@ -240,9 +210,7 @@ def test_closed_session_leaves_room_for_the_next():
             asyncio.run(main())
 
 
-def test_close_ends_the_wait_for_room():
-    with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
-        one = state_bytes(free)
+def test_close_ends_the_wait_for_room(one):
     engine = chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=one)
     held, errors = engine.session(), []
 
@@ -264,7 +232,7 @@ def test_close_ends_the_wait_for_room():
     held.close()
 
 
-def test_session_in_use_cannot_be_rewound_or_forked(engine):
+def test_session_in_use_cannot_be_used_by_others(engine):
     async def main():
         session = await engine.asession()
         task = asyncio.create_task(session.aprefill(input_ids(NAME)))
@@ -272,6 +240,8 @@ def test_session_in_use_cannot_be_rewound_or_forked(engine):
         for use in (lambda: session.rewind(0), session.fork):
             with pytest.raises(ConfigError, match="in use by another"):
                 use()
+        with pytest.raises(ConfigError, match="the session is in use by another thread or task; create one for each"):
+            await session.aprefill([1])
         return (await task).logits
 
     expected = engine.session().prefill(input_ids(NAME)).logits
@@ -296,16 +266,12 @@ def test_invalid_input_is_one_clear_line(engine, use, message):
         use(engine)
 
 
-def test_prompts_may_come_from_a_generator(engine):
-    found = [""] * 3
-    for index, piece in engine.stream((prompt for prompt in PROMPTS[:3]), max_new_tokens=3):
-        found[index] += piece.text
-    assert found == answers_alone(engine, PROMPTS[:3], max_new_tokens=3)
-
-
 def test_closed_engine_rejects_every_call(engine):
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as closed:
         session = closed.session()
+        session.prefill([1])
+    closed.close()
+    assert closed.loaded.is_closed
     for use in (
         lambda: closed.generate("a"),
         lambda: list(closed.stream(["a"])),
@@ -313,21 +279,16 @@ def test_closed_engine_rejects_every_call(engine):
         closed.session,
         closed.stats,
         lambda: session.prefill([1]),
+        session.generate,
         lambda: asyncio.run(session.aprefill([1])),
         lambda: asyncio.run(closed.asession()),
     ):
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError, match="the engine is closed; load the model again"):
             use()
 
 
 def test_pairs_with_one_context_run_it_once_in_any_order(engine, monkeypatch):
-    ran, run = [], engine.loaded.scheduler.run
-
-    def note(request):
-        ran.append(request.token_ids.size)
-        return run(request)
-
-    monkeypatch.setattr(engine.loaded.scheduler, "run", note)
+    ran = note_runs(engine, monkeypatch)
     context, other = input_ids(NAME)[:30], input_ids(NAME)[1:20]
     pairs = [(context, [5, 6]), (context, [7]), (other, [8]), (context, [9, 9, 9])]
     scores = engine.score(pairs)
@@ -341,23 +302,11 @@ def test_contexts_with_a_shared_beginning_run_it_once(monkeypatch):
     shared = input_ids(NAME)[:48]
     pairs = [([*shared, *range(n, n + 9)], [ending, 7]) for n in range(5) for ending in (3, 4)]
     with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
-        ran, run = [], cached.loaded.scheduler.run
-        monkeypatch.setattr(
-            cached.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
-        )
+        ran = note_runs(cached, monkeypatch)
         scores = cached.score(pairs)
         assert cached.stats().cached_tokens == 4 * 48
         assert sum(ran) == 48 + 5 * (8 + 2 + 2)
         assert scores == [cached.session().score(*pair) for pair in pairs]
-
-
-def test_contexts_wait_for_their_shared_beginning_once():
-    """The second waits for the first; those after it find the shared beginning in the prefix cache."""
-    shared = input_ids(NAME)[:48]
-    pairs = [([*shared, *range(n, n + 9)], [3, 7]) for n in range(6)]
-    with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
-        assert len(cached.score(pairs[:1] + pairs)) == 7
-        assert cached.stats().cached_tokens == 5 * 48
 
 
 def test_scores_come_once_each_as_they_are_ready(engine):
@@ -401,14 +350,6 @@ def test_process_may_end_while_others_run(num_threads, times):
             timeout=120,
         )
         assert (finished.returncode, finished.stdout) == (0, "over\n"), finished.stderr
-
-
-def test_room_in_the_caches_is_free_at_once(engine):
-    """A closed session's state has no references left, neither from the scheduler's thread nor from its messages."""
-    for _ in range(8):
-        assert len(engine.generate(PROMPTS[:3], max_new_tokens=2)) == 3
-        gc.collect()
-        assert engine.stats().sessions <= 1, "one is the module's own"
 
 
 def test_on_run_may_use_its_session(engine):

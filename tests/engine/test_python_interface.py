@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import typing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.engine.generation import Piece
-from chunkrt.engine.keywords import GenerationOptions, GenerationSettings
+from chunkrt.engine.keywords import GenerationOptions
 from chunkrt.engine.options import EngineOptions, LoadOptions
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.settings import read_settings
@@ -116,28 +117,25 @@ def test_engine_and_session_show_the_names_of_the_reference():
         assert not {name for name in vars(session) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("method", ["generate", "chat", "stream"])
-def test_engine_signature_names_every_generation_option(method):
-    parameters = inspect.signature(getattr(chunkrt.Engine, method)).parameters
-    check_generation_options(parameters)
-
-
-@pytest.mark.parametrize("method", ["generate", "agenerate"])
-def test_session_signature_names_every_generation_option(method):
-    check_generation_options(inspect.signature(getattr(chunkrt.Session, method)).parameters)
-
-
-def check_generation_options(parameters):
-    fields = SamplingOptions.__dataclass_fields__
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *product([chunkrt.Engine], ["generate", "chat", "stream"]),
+        *product([chunkrt.Session], ["generate", "agenerate"]),
+    ],
+)
+def test_signature_names_every_generation_option(kind, method):
+    parameters, fields = inspect.signature(getattr(kind, method)).parameters, SamplingOptions.__dataclass_fields__
     assert parameters["max_new_tokens"].default == 256
     assert parameters["sampling"].default == SamplingOptions()
     options = SamplingOptions(**{name: parameters[name].default for name in fields})
     assert options == SamplingOptions()
 
 
-def test_generation_options_have_the_types_of_the_dataclasses():
-    of_sampling, others = typing.get_type_hints(SamplingOptions), typing.get_type_hints(GenerationSettings)
-    assert typing.get_type_hints(GenerationOptions) == {**of_sampling, **others, "max_tokens": others["max_new_tokens"]}
+def test_generation_options_include_the_sampling_options_with_their_types():
+    of_sampling, all_options = typing.get_type_hints(SamplingOptions), typing.get_type_hints(GenerationOptions)
+    assert {name: all_options.get(name) for name in of_sampling} == of_sampling
+    assert all_options.keys() - of_sampling.keys() == {"max_new_tokens", "max_tokens", "sampling", "stop"}
 
 
 def test_sampling_fields_as_keywords_equal_sampling_options():

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from states import note_runs
 
 import chunkrt
 from chunkrt.engine import scoring
@@ -18,9 +19,9 @@ def test_score_tokens_equals_log_softmax_bit_for_bit():
     random = np.random.default_rng(0)
     logits = (9 * random.normal(size=(5, 3001))).astype(np.float32)
     tokens = np.array([0, 5, 3000, logits[3].argmax(), 7])
-    found = score_tokens(logits, tokens)
-    assert found.log_probabilities.tolist() == log_softmax(logits)[np.arange(5), tokens].tolist()
-    assert found.is_top.tolist() == [False, False, False, True, False]
+    log_probabilities, is_top = score_tokens(logits, tokens)
+    assert log_probabilities.tolist() == log_softmax(logits)[np.arange(5), tokens].tolist()
+    assert is_top.tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -77,7 +78,7 @@ def test_texts_with_a_shared_beginning_have_the_same_results_as_alone(name):
         for text in texts:
             if not goes_on:
                 session, before = await engine.asession(), ()
-            before = (await prompt_log_probabilities(session, text, 3, before)).of_tokens
+            before, _ = await prompt_log_probabilities(session, text, 3, before)
             told.append(before)
         return told
 
@@ -99,18 +100,13 @@ def test_shared_tokens_are_not_run_again(name, monkeypatch):
         session = await engine.asession()
         for text in ([*range(1, 31), 5, 6], [*range(1, 31), 7, 8, 9], [*range(1, 31), 7, 8, 9], [4, 5]):
             ran.clear()
-            found = await prompt_log_probabilities(session, text, 2, before)
-            before = found.of_tokens
-            told.append(len(text) - found.num_cached)
+            before, num_cached = await prompt_log_probabilities(session, text, 2, before)
+            told.append(len(text) - num_cached)
             counts.append(sum(ran))
         return told, counts
 
-    ran = []
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
-        run = engine.loaded.scheduler.run
-        monkeypatch.setattr(
-            engine.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
-        )
+        ran = note_runs(engine, monkeypatch)
         told, counts = asyncio.run(tell(engine))
     assert told == counts
     assert told[0] == 32
@@ -149,8 +145,8 @@ def test_held_logits_never_exceed_a_piece(name, monkeypatch):
 
     async def tell(engine):
         session = await engine.asession()
-        before = await prompt_log_probabilities(session, [*range(1, 31), 5, 6], 2)
-        return (await prompt_log_probabilities(session, [*range(1, 31), 7, 8, 9], 2, before.of_tokens)).of_tokens
+        before, _ = await prompt_log_probabilities(session, [*range(1, 31), 5, 6], 2)
+        return (await prompt_log_probabilities(session, [*range(1, 31), 7, 8, 9], 2, before))[0]
 
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = asyncio.run(tell(engine))

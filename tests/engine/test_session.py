@@ -104,14 +104,6 @@ def test_prompt_after_a_generation_follows_it(engine):
     np.testing.assert_array_equal(found.logits, expected.logits[-10:])
 
 
-@pytest.mark.parametrize("position", [-1, 11])
-def test_rewind_to_other_positions_is_rejected(session, position):
-    session.prefill(TOKENS[:10])
-    with pytest.raises(ConfigError, match=f"cannot rewind to position {position}; the session is at 10"):
-        session.rewind(position)
-    assert session.position == 10
-
-
 def test_prompt_longer_than_the_context_is_rejected_with_counts(session):
     session.prefill(TOKENS[:60])
     before = next_logits(session)
@@ -255,27 +247,16 @@ class Hook:
         monkeypatch.setattr(subgraph, "run", run)
 
 
-def test_cancelled_prefill_leaves_the_session_unchanged(engine, session, monkeypatch):
-    session.prefill(TOKENS[:10])
-    before = next_logits(session)
-    Hook(engine, monkeypatch, session.cancel)
-    with pytest.raises(ClosedError, match="cancelled after"):
-        session.prefill(TOKENS[10:60])
-    assert session.tokens == tuple(TOKENS[:10])
-    np.testing.assert_array_equal(next_logits(session), before)
-    result = session.prefill(TOKENS[10:60])
-    np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
-
-
-def test_generation_of_another_thread_is_rejected_and_does_not_revoke_a_cancellation(engine, session, monkeypatch):
+def test_use_by_another_thread_is_rejected_and_does_not_revoke_a_cancellation(engine, session, monkeypatch):
     session.prefill(TOKENS[:10])
     errors = []
 
     def cancel_and_generate():
         session.cancel()
-        with pytest.raises(ConfigError, match="in use by another thread") as error:
-            session.generate()
-        errors.append(error)
+        for use in (session.generate, lambda: session.prefill([1])):
+            with pytest.raises(ConfigError, match="in use by another thread or task; create one for each") as error:
+                use()
+            errors.append(error)
 
     def meanwhile():
         thread = threading.Thread(target=cancel_and_generate)
@@ -285,7 +266,7 @@ def test_generation_of_another_thread_is_rejected_and_does_not_revoke_a_cancella
     Hook(engine, monkeypatch, meanwhile)
     with pytest.raises(ClosedError, match="cancelled"):
         session.prefill(TOKENS[10:60])
-    assert len(errors) == 1
+    assert len(errors) == 2
 
 
 def test_close_of_the_engine_during_a_prefill_of_the_same_thread_ends_the_prefill(monkeypatch):
@@ -298,38 +279,26 @@ def test_close_of_the_engine_during_a_prefill_of_the_same_thread_ends_the_prefil
         _ = engine.loaded.scheduler.executors
 
 
-def test_cancel_from_another_thread_stops_the_session(engine, session, monkeypatch):
-    running, cancelled = threading.Event(), threading.Event()
-
-    def wait():
-        running.set()
-        assert cancelled.wait(60)
-
-    def cancel():
-        assert running.wait(60)
-        session.cancel()
-        cancelled.set()
-
-    Hook(engine, monkeypatch, wait)
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    with pytest.raises(ClosedError, match="cancelled"):
-        session.prefill(TOKENS)
-    thread.join(60)
-    assert session.position == 0
+def fail():
+    raise ZeroDivisionError("in the kernel")
 
 
-def test_failed_subgraph_leaves_the_session_unchanged(engine, session, monkeypatch):
+@pytest.mark.parametrize(
+    ("action", "error", "cause"),
+    [
+        ("cancel", pytest.raises(ClosedError, match="cancelled after"), None),
+        (fail, pytest.raises(BackendError, match=r"subgraph \S+ failed on chunk \d+: in the"), ZeroDivisionError),
+    ],
+)
+def test_cancelled_or_failed_prefill_leaves_the_session_unchanged(engine, session, monkeypatch, action, error, cause):
     session.prefill(TOKENS[:10])
-
-    def fail():
-        raise ZeroDivisionError("in the kernel")
-
-    Hook(engine, monkeypatch, fail)
-    with pytest.raises(BackendError, match=r"subgraph \S+ failed on chunk \d+: in the kernel") as raised:
+    before = next_logits(session)
+    Hook(engine, monkeypatch, session.cancel if action == "cancel" else action)
+    with error as raised:
         session.prefill(TOKENS[10:60])
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert cause is None or isinstance(raised.value.__cause__, cause)
     assert session.tokens == tuple(TOKENS[:10])
+    np.testing.assert_array_equal(next_logits(session), before)
     result = session.prefill(TOKENS[10:60])
     np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
 
@@ -393,8 +362,10 @@ def test_generation_accepts_numpy_integers(session):
 @pytest.mark.parametrize("position", [*WRONG_NUMBERS, -1, 6])
 def test_invalid_positions_are_rejected(session, position):
     session.prefill(TOKENS[:5])
-    with pytest.raises(ConfigError, match="position"):
+    message = f"cannot rewind to position {position}; the session is at 5" if type(position) is int else "position"
+    with pytest.raises(ConfigError, match=message):
         session.rewind(position)
+    assert session.position == 5
 
 
 @pytest.mark.parametrize("logits", [None, True, [], 1])

@@ -9,13 +9,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from calibrated import calibrated
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 
 import chunkrt
 from chunkrt.checkpoints import checkpoint as checkpoint_module
-from chunkrt.checkpoints.source import weights_digest
-from chunkrt.compile.calibrate import calibrate
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.errors import ClosedError, ConfigError, ModelError
@@ -206,12 +204,9 @@ def test_session_of_another_model_is_rejected(tmp_path: Path) -> None:
 
 def test_session_of_another_calibration_is_rejected(tmp_path: Path) -> None:
     """Equalisation scales columns of v by the calibration, and with them the values in the caches."""
-    model = checkpoint(NAME)
     text = np.random.default_rng(3).integers(3, 40, 256)
     for name, sample in (("one", text[:128]), ("other", text[128:])):
-        planned = plan_checkpoint(model, {})
-        weights = weights_digest(planned.source)
-        calibrate(planned.plan, planned.load, sample, model="toy", weights=weights).save(tmp_path / f"{name}.npz")
+        calibrated(NAME, tmp_path / f"{name}.npz", sample)
     options = {"scheme": "w8a16", "equalisation": 0.75}
     with load(calibration=tmp_path / "one.npz", **options) as engine, engine.session() as session:
         session.prefill(PROMPT)

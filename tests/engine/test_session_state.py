@@ -11,7 +11,7 @@ from fake_backend import CONTEXT, VOCABULARY, LoneExecutor, expected_logits, mak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_folders import load_on, write_folder
-from states import next_log_probabilities, state_bytes
+from states import next_log_probabilities
 
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.sampling import Sampler
@@ -19,7 +19,6 @@ from chunkrt.engine.scoring import likeliest
 from chunkrt.engine.session import Session
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 
@@ -31,7 +30,6 @@ class ToyEngine(SimpleNamespace):
     """Engine interface for a session, over the toy decoder. `fails`: True if the next run is to fail at its end."""
 
     def __init__(self, plan: Plan) -> None:
-        policy = find_policy("sequential")
         executables = make_executables(plan, after=self._after)
         super().__init__(
             plan=plan,
@@ -45,7 +43,7 @@ class ToyEngine(SimpleNamespace):
             fork_state=State.fork,
             fails=False,
             num_run=0,
-            executor=LoneExecutor(plan, executables, chunk_length=CHUNK, processors=shared_cpu(1), policy=policy),
+            executor=LoneExecutor(plan, executables, processors=shared_cpu(1), policy="sequential"),
         )
 
     def session(self) -> Session:
@@ -216,11 +214,3 @@ def test_rewind_and_fork_over_rings_change_nothing(windowed: Any, npu: str) -> N
             found = session.fork().prefill(PROMPT[200:220]).logits
             expected = engine.session().prefill([*PROMPT[:position], *PROMPT[200:220]]).logits
             np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
-
-
-def test_memory_of_windows_does_not_grow_with_the_context(windowed: Any) -> None:
-    sizes = set()
-    for context in (256, 4096):
-        with load_on("reference", windowed(40), chunk_length=8, context_length=context) as engine:
-            sizes.add(state_bytes(engine))
-    assert sizes == {3 * 2 * 2 * 64 * 10 * 4}

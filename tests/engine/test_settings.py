@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 from chunkrt.engine.settings import read_settings, settings_text
@@ -141,10 +142,8 @@ def test_command_line_overrides_settings_in_compile(command, write, tmp_path: Pa
 )
 def test_invalid_file_prints_one_line_that_names_it(command, write, text: str, message: str) -> None:
     finished = command("run", GGUF, "-p", "hello", "--settings", write(text))
-    assert (finished.status, finished.out) == (1, "")
-    assert message in finished.err
+    expect_one_line(finished, message, 1)
     assert "settings.toml" in finished.err
-    assert finished.err.count("\n") == 1
 
 
 def test_missing_settings_file_is_an_error(tmp_path: Path) -> None:

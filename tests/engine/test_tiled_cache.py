@@ -12,7 +12,7 @@ from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint
 import chunkrt
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
-from chunkrt.errors import ClosedError, ConfigError, ModelError
+from chunkrt.errors import ClosedError, ConfigError
 
 CONTEXT = 120
 
@@ -123,12 +123,3 @@ def test_bfloat16_caches_are_the_default_of_bfloat16_attention() -> None:
 def test_incompatible_options_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chunkrt.load(checkpoint("llama_gqa"), cache_dtype="bfloat16", **options)
-
-
-def test_session_of_another_type_of_cache_is_rejected(tmp_path: Path) -> None:
-    with load() as engine, load(cache_dtype="float16") as other:
-        session = engine.session()
-        session.prefill([1, 2, 3])
-        session.save(tmp_path / "session")
-        with pytest.raises(ModelError, match=r"uint16|bfloat16"):
-            other.session().load(tmp_path / "session")

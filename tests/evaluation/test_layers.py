@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 from chunkrt.compile.calibrate import cached_calibration, run_operator
@@ -299,10 +300,7 @@ def test_wrong_options_are_refused_before_the_evaluation(command, text, tmp_path
         ),
     ]
     for arguments, message in cases:
-        finished = command("eval", GGUF, *arguments)
-        assert (finished.status, finished.out) == (1, "")
-        assert message in finished.err
-        assert finished.err.count("\n") == 1
+        expect_one_line(command("eval", GGUF, *arguments), message, 1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     finished = command("eval", GGUF, "--text", text, "--per-layer", "--plot", "a.png")
     assert finished.err == "chunkrt: --plot needs matplotlib, which is not installed; run pip install 'chunkrt[plot]'\n"
@@ -310,10 +308,11 @@ def test_wrong_options_are_refused_before_the_evaluation(command, text, tmp_path
 
 def test_an_engine_directory_is_refused(command, text, tmp_path):
     assert command("compile", GGUF, "-o", tmp_path / "engine").status == 0
-    finished = command("eval", tmp_path / "engine", "--text", text, "--per-layer", "--base", "none")
-    assert finished.status == 1
-    assert "is compiled and holds no float weights for --per-layer; give the checkpoint" in finished.err
-    assert finished.err.count("\n") == 1
+    expect_one_line(
+        command("eval", tmp_path / "engine", "--text", text, "--per-layer", "--base", "none"),
+        "is compiled and holds no float weights for --per-layer; give the checkpoint",
+        1,
+    )
 
 
 def test_a_picture_that_cannot_be_written_prints_one_line(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, input_ids
 from folding_models import Model, assert_same, equalised, rotated
+from relative_error import relative_error
 
 import chunkrt
 from chunkrt.checkpoints.checkpoint import open_checkpoint
@@ -59,10 +60,6 @@ MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Tolerance of logits against float (root mean square); random 8-bit weights alone contribute 0.02."""
 MOST_DIFFERENCE = 0.01
 """Tolerance between two backends that compute the same integers: a few values move to another step."""
-
-
-def relative_error(found, expected):
-    return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
 
 
 def logits_of(name, **options):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
 from folding_models import Model, equalised, random_model, rotated, unusual_model
+from relative_error import relative_error
 from wide_gemma import EXPONENT, PEAK, wide_gemma, wide_logits
 
 import chunkrt
@@ -198,10 +199,6 @@ def wide(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
-
-
-def relative_error(found, expected):
-    return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16", "w8a8"])

@@ -115,13 +115,6 @@ def test_values_alive_at_the_same_time_never_share_memory_in_any_graph(data: st.
     check_sharing(replace(plan, subgraphs=tuple(parts), tensors={**plan.tensors, **values}))
 
 
-def test_both_sides_of_a_fork_have_separate_memory() -> None:
-    """In list order, outliers.0 could reuse narrow.0's memory once linear.0 has read it."""
-    plan = make_plan(1, shadowed=1)
-    buffer_of = BufferLayout(plan, CHUNK).buffer_of
-    assert len({buffer_of[f"{name}.0"] for name in ("residual", "narrow", "main", "outliers")}) == 4
-
-
 def test_memory_does_not_grow_with_the_layers() -> None:
     small, large = (BufferLayout(make_plan(layers), CHUNK) for layers in (3, 30))
     assert small.num_bytes == large.num_bytes

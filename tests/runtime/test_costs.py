@@ -10,7 +10,6 @@ from fake_backend import (
     CONTEXT,
     LoneExecutor,
     finish,
-    make_executables,
     make_plan,
     npu_and_cpu,
     shared_cpu,
@@ -24,7 +23,6 @@ from chunkrt.graph.plan import Node, Plan, Tensor
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import DEFAULT_SLOT_BYTES, MOST_CHUNKS_IN_FLIGHT, chunk_slots
 from chunkrt.runtime.costs import FLOPS_PER_NS, Costs
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -114,9 +112,7 @@ def test_estimates_are_never_negative_and_grow_with_the_position(
 
 def test_executor_learns_from_prompts_of_several_chunks() -> None:
     plan = make_plan()
-    executor = LoneExecutor(
-        plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("critical_path")
-    )
+    executor = LoneExecutor(plan, policy="critical_path")
     flops = executor.costs.flops([8] * 3, [0, 0, 1], position=0)
     guesses = executor.costs.durations(flops)
     finish(lambda: executor.run(Request(tokens(1), State(plan, CONTEXT))))
@@ -147,8 +143,6 @@ def test_one_processor_gets_two_slots_for_each_worker() -> None:
 
 def test_executor_takes_all_slots_that_fit_the_memory() -> None:
     plan = make_plan()
-    executor = LoneExecutor(
-        plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("in_order")
-    )
+    executor = LoneExecutor(plan)
     assert len(executor.slots) == MOST_CHUNKS_IN_FLIGHT
     assert executor.num_bytes == MOST_CHUNKS_IN_FLIGHT * BufferLayout(plan, 8).num_bytes <= DEFAULT_SLOT_BYTES

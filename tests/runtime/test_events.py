@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chunkrt.runtime.record import stages_of
 from chunkrt.runtime.tasks import Task, TaskEvent
-from chunkrt.runtime.trace.utilisation import Utilisation, covered_ns, utilisation
+from chunkrt.runtime.trace.utilisation import covered_ns, utilisation
 
 PLAN = make_plan(layers=1)
 CPU, NPU = 0, 1
@@ -22,17 +22,17 @@ def event(subgraph: int, start: int, end: int) -> TaskEvent:
 
 def test_utilisation_of_a_small_run() -> None:
     events = [event(CPU, 100, 110), event(NPU, 110, 150), event(CPU, 130, 170), event(CPU, 140, 160)]
-    assert utilisation(events, stages_of(PLAN)) == Utilisation(npu_busy=40 / 70, cpu_busy=50 / 70, overlap=30 / 70)
+    assert utilisation(events, stages_of(PLAN)) == {"npu_busy": 40 / 70, "cpu_busy": 50 / 70, "overlap": 30 / 70}
 
 
 def test_utilisation_of_adjacent_tasks_has_no_overlap() -> None:
     events = [event(CPU, 0, 5), event(NPU, 5, 10)]
-    assert utilisation(events, stages_of(PLAN)) == Utilisation(npu_busy=0.5, cpu_busy=0.5, overlap=0.0)
+    assert utilisation(events, stages_of(PLAN)) == {"npu_busy": 0.5, "cpu_busy": 0.5, "overlap": 0.0}
 
 
 @pytest.mark.parametrize("events", [[], [event(CPU, 3, 3)]])
 def test_utilisation_of_nothing_is_zero(events: list[TaskEvent]) -> None:
-    assert utilisation(events, stages_of(PLAN)) == Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
+    assert utilisation(events, stages_of(PLAN)) == {"npu_busy": 0.0, "cpu_busy": 0.0, "overlap": 0.0}
 
 
 @given(

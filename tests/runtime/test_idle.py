@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from fake_backend import CONTEXT, LoneExecutor, make_executables, make_plan, npu_and_cpu, shared_cpu, subgraph, tokens
+from fake_backend import CONTEXT, LoneExecutor, make_plan, make_schedule, npu_and_cpu, shared_cpu, subgraph, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_record import make_record
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.policy import POLICIES
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.request import Request
-from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
-from chunkrt.runtime.trace.idle import CAUSES, Gap, idle_gaps, where_time_went
+from chunkrt.runtime.trace.idle import CAUSES, idle_gaps, where_time_went
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 PLAN = make_plan(layers=1)
@@ -32,36 +33,22 @@ Row = tuple[int, int, str, int, int, int]
 """Subgraph, chunk, processor, worker, start, end."""
 
 
-def make_record(
+def record_of(
     rows: Sequence[Row],
     *,
     num_chunks: int = 1,
     slots: int = 8,
     processors: Sequence[Processor] | None = None,
     copies: Sequence[Row] = (),
-    start: int = 0,
-    end: int | None = None,
-    policy: str = "in_order",
     plan: Plan = PLAN,
+    **fields: Any,
 ) -> RunRecord:
-    events = [TaskEvent(Task(s, c), name, worker, begin, stop) for s, c, name, worker, begin, stop in rows]
-    return RunRecord(
-        pipeline=Pipeline(
-            stages=stages_of(plan),
-            processors=tuple(processors or npu_and_cpu()),
-            policy=policy,
-            chunk_length=4,
-            num_slots=slots,
-            slot_bytes=100,
-        ),
-        num_tokens=4 * num_chunks,
-        position=0,
-        position_bytes=10,
-        start_ns=start,
-        end_ns=max(event.end_ns for event in events) if end is None else end,
-        events=events,
-        copies=[TaskEvent(Task(s, c), name, worker, begin, stop) for s, c, name, worker, begin, stop in copies],
+    events, others = (
+        [TaskEvent(Task(s, c), name, worker, begin, stop) for s, c, name, worker, begin, stop in each]
+        for each in (rows, copies)
     )
+    sizes = {"num_tokens": 4 * num_chunks, "chunk_length": 4, "slots": slots}
+    return make_record(events, processors or npu_and_cpu(), plan, copies=others, **sizes, **fields)
 
 
 def lines(record: RunRecord) -> list[str]:
@@ -78,7 +65,7 @@ def test_single_chunk_alternates_between_processors() -> None:
         (STATIC_1, 0, "npu", 0, 17, 20),
         (HEAD, 0, "cpu", 0, 20, 22),
     ]
-    assert lines(make_record(rows, end=25)) == [
+    assert lines(record_of(rows, end_ns=25)) == [
         "0-2 cpu 0: overhead",  # it could have begun at once
         "5-10 cpu 0: linears",
         "17-20 cpu 0: linears",
@@ -103,7 +90,7 @@ def test_npu_waits_for_attention_of_an_earlier_chunk() -> None:
         (STATIC_1, 1, "npu", 0, 19, 20),
         (HEAD, 1, "cpu", 0, 20, 21),
     ]
-    assert lines(make_record(rows, num_chunks=2)) == [
+    assert lines(record_of(rows, num_chunks=2)) == [
         "19-20 cpu 0: linears",
         "0-1 npu 0: start",
         "3-19 npu 0: attention",
@@ -122,7 +109,7 @@ def test_a_worker_waits_for_its_chunks_turn() -> None:
         (STATIC_1, 1, "cpu", 1, 20, 21),
         (HEAD, 1, "cpu", 1, 21, 22),
     ]
-    assert lines(make_record(rows, num_chunks=2, processors=shared_cpu(2))) == [
+    assert lines(record_of(rows, num_chunks=2, processors=shared_cpu(2))) == [
         "12-22 cpu 0: drain",
         "3-12 cpu 1: order",
     ]
@@ -139,11 +126,11 @@ def test_chunk_waits_for_a_slot() -> None:
         (STATIC_1, 1, "npu", 0, 9, 10),
         (HEAD, 1, "cpu", 0, 10, 11),
     ]
-    record = make_record(rows, num_chunks=2, slots=1)
+    record = record_of(rows, num_chunks=2, slots=1)
     assert "5-6 npu 0: buffer" in lines(record)  # chunk 1 may not enter before chunk 0 is done
     assert "6-7 npu 0: embedding" in lines(record)
     assert "1-5 cpu 0: linears" in lines(record)
-    wider = make_record(rows, num_chunks=2, slots=2)  # now chunk 1 could have entered, and did not
+    wider = record_of(rows, num_chunks=2, slots=2)  # now chunk 1 could have entered, and did not
     assert "1-5 cpu 0: overhead" in lines(wider)
     assert "5-7 npu 0: embedding" in lines(wider)
 
@@ -161,7 +148,7 @@ def test_task_waits_for_a_copy() -> None:
         (DYNAMIC, 0, "copies", 0, 5, 8),
         (STATIC_1, 0, "copies", 0, 9, 11),
     ]
-    assert lines(make_record(rows, copies=copies)) == [
+    assert lines(record_of(rows, copies=copies)) == [
         "1-3 cpu 0: copy",  # static.0 waits for it, and so do later tasks
         "3-5 cpu 0: linears",
         "5-8 cpu 0: copy",
@@ -193,7 +180,7 @@ def fork_rows(linear_end: int, shadow_end: int) -> list[Row]:
 def test_first_side_of_a_fork_waits_for_the_other_at_the_join() -> None:
     """The cause is linears in both cases: a shadow is a part of a linear."""
     around = ["1-2 cpu 0: linears", "0-1 npu 0: start"]
-    assert lines(make_record(fork_rows(5, 9), plan=FORK)) == [
+    assert lines(record_of(fork_rows(5, 9), plan=FORK)) == [
         around[0],
         "9-10 cpu 0: linears",
         "11-12 cpu 0: linears",
@@ -202,7 +189,7 @@ def test_first_side_of_a_fork_waits_for_the_other_at_the_join() -> None:
         "10-11 npu 0: attention",
         "12-13 npu 0: drain",
     ]
-    assert lines(make_record(fork_rows(9, 5), plan=FORK)) == [
+    assert lines(record_of(fork_rows(9, 5), plan=FORK)) == [
         around[0],
         "5-10 cpu 0: linears",
         "11-12 cpu 0: linears",
@@ -230,7 +217,7 @@ def test_join_waits_for_the_side_that_ends_last() -> None:
         (3, 0, "npu", 1, 9, 10),
         (4, 0, "cpu", 0, 10, 11),
     ]
-    assert lines(make_record(rows, plan=plan, processors=processors)) == [
+    assert lines(record_of(rows, plan=plan, processors=processors)) == [
         "0-1 cpu 0: start",
         "9-10 cpu 0: linears",
         "0-1 npu 0: start",
@@ -244,10 +231,10 @@ def test_task_that_starts_before_a_side_of_its_fork_ends_is_rejected() -> None:
     rows = fork_rows(5, 9)
     rows[4] = (4, 0, "npu", 0, 8, 10)
     with pytest.raises(ConfigError, match=r"join\.0 of chunk 0 started 1 ns before it was ready"):
-        idle_gaps(make_record(rows, plan=FORK))
+        idle_gaps(record_of(rows, plan=FORK))
     del rows[3]
     with pytest.raises(ConfigError, match="chunk 0 has 7 of 8 tasks, and some are missing"):
-        idle_gaps(make_record(rows, plan=FORK))
+        idle_gaps(record_of(rows, plan=FORK))
 
 
 def test_wait_by_the_policy_is_overhead() -> None:
@@ -260,16 +247,10 @@ def test_wait_by_the_policy_is_overhead() -> None:
 def virtual_record(
     policy: str, processors: Sequence[Processor], num_chunks: int, slots: int, duration: object, plan: Plan = PLAN
 ) -> RunRecord:
-    schedule = Schedule(
-        plan,
-        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
-        chunks_in_flight=slots,
-        processors=processors,
-        policy=find_policy(policy),
-    )
+    schedule = make_schedule(plan, num_chunks, policy=policy, in_flight=slots, processors=processors)
     events = run_on_virtual_clock(schedule, duration)  # type: ignore[arg-type]
     rows = [(e.task.subgraph, e.task.chunk, e.processor, e.worker, e.start_ns, e.end_ns) for e in events]
-    return make_record(rows, num_chunks=num_chunks, slots=slots, processors=processors, policy=policy, plan=plan)
+    return record_of(rows, num_chunks=num_chunks, slots=slots, processors=processors, policy=policy, plan=plan)
 
 
 def check_cover(record: RunRecord) -> None:
@@ -330,14 +311,7 @@ def test_in_order_leaves_no_ready_task_to_an_idle_worker(plan: Plan) -> None:
 @pytest.mark.parametrize("shadowed", [0, 2])
 def test_gaps_explain_real_runs_completely(policy: str, num_tokens: int, shadowed: int) -> None:
     plan = make_plan(layers=2, shadowed=shadowed)
-    executor = LoneExecutor(
-        plan,
-        make_executables(plan),
-        chunk_length=8,
-        processors=npu_and_cpu(2),
-        policy=find_policy(policy),
-        chunks_in_flight=3,
-    )
+    executor = LoneExecutor(plan, processors=npu_and_cpu(2), policy=policy, chunks_in_flight=3)
     state = State(plan, CONTEXT)
     for position in (0, num_tokens):
         record = executor.run(Request(tokens(num_tokens), state)).record
@@ -349,9 +323,7 @@ def test_gaps_explain_real_runs_completely(policy: str, num_tokens: int, shadowe
 def test_runs_without_threads_have_one_worker() -> None:
     """A single chunk runs in the calling thread, so there is no idle worker."""
     plan = make_plan(layers=2)
-    executor = LoneExecutor(
-        plan, make_executables(plan), chunk_length=8, processors=shared_cpu(4), policy=find_policy("in_order")
-    )
+    executor = LoneExecutor(plan, processors=shared_cpu(4))
     state = State(plan, CONTEXT)
     alone, together = executor.run(Request(tokens(8), state)).record, executor.run(Request(tokens(9), state)).record
     assert [processor.workers for processor in alone.pipeline.processors] == [1]
@@ -388,14 +360,10 @@ def changed(index: int, row: Row) -> list[Row]:
 )
 def test_events_that_contradict_the_rules_are_rejected(rows: list[Row], message: str) -> None:
     with pytest.raises(ConfigError, match="the events are not those of a run") as raised:
-        idle_gaps(make_record(rows, end=7))
+        idle_gaps(record_of(rows, end_ns=7))
     assert message in str(raised.value)
 
 
 def test_more_chunks_than_tasks_are_rejected_before_they_take_memory() -> None:
     with pytest.raises(ConfigError, match="5 tasks for 100000000000 chunks"):
-        idle_gaps(make_record(SOUND, num_chunks=10**11))
-
-
-def test_a_gap_names_its_worker() -> None:
-    assert Gap("npu", 0, 0, 1, "start") in idle_gaps(make_record(SOUND))
+        idle_gaps(record_of(SOUND, num_chunks=10**11))

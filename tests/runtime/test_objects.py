@@ -7,7 +7,7 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.batcher import BATCHERS, Take
+from chunkrt.runtime.batcher import BATCHERS
 from chunkrt.runtime.policy import POLICIES
 from chunkrt.simulate import find_device, find_shape, simulate
 
@@ -45,7 +45,7 @@ class Alone:
 
     def next_chunk(self, waiting, chunk_length):
         self.asked += 1
-        return [Take(0, min(waiting[0].num_tokens, chunk_length))]
+        return [(0, min(waiting[0].num_tokens, chunk_length))]
 
 
 def test_engine_uses_the_policy_and_the_batcher_of_its_caller():

@@ -25,7 +25,7 @@ from fake_backend import (
 )
 
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.policy import POLICIES
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -63,7 +63,7 @@ def check_graph(seed: int) -> None:
             make_executables(plan, before=give_turns_away),
             chunk_length=chunk_length,
             processors=processors,
-            policy=find_policy(policy),
+            policy=policy,
             chunks_in_flight=chunks_in_flight,
         )
         executor.costs.learn(executor.costs.flops([1], [1], position=0), estimates)

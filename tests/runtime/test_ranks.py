@@ -18,6 +18,7 @@ from fake_backend import (
     finish,
     make_executables,
     make_plan,
+    make_schedule,
     npu_and_cpu,
     shared_cpu,
     tokens,
@@ -27,6 +28,7 @@ from fake_backend import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_in_threads import on_ranks
+from virtual_record import make_record
 
 from chunkrt.backends.base import Executable
 from chunkrt.backends.link import Communicator, LinkBackend
@@ -36,9 +38,8 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.chunk_slots import chunk_slots
 from chunkrt.runtime.executor import ExecutorSet
-from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.policy import POLICIES
 from chunkrt.runtime.ranks.messages import local_communicators
-from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
@@ -152,8 +153,7 @@ def make_executor(
             if part.device == "link":
                 weights = WeightStore({}, {})
                 executables[part.name] = link.compile(part, plan, 8, SCHEMES["float"], weights)
-    options: dict[str, Any] = {"chunk_length": 8, "processors": shared_cpu(1), "policy": find_policy("in_order")}
-    return LoneExecutor(plan, executables, **options | changes)
+    return LoneExecutor(plan, executables, **{"processors": shared_cpu(1)} | changes)
 
 
 @pytest.mark.sampled(every=7)
@@ -166,7 +166,7 @@ def test_ranks_with_different_task_orders_agree(policy: str, num_tokens: int, sl
     def work(communicator: Communicator) -> list[Array]:
         executor = make_executor(
             communicator,
-            policy=find_policy(policy),
+            policy=policy,
             processors=(npu_and_cpu(2), shared_cpu(2))[communicator.rank],
             chunks_in_flight=slots[communicator.rank],
         )
@@ -210,13 +210,8 @@ def test_next_chunk_is_computed_while_one_waits_for_its_sum() -> None:
 
 def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Schedule, list[TaskEvent]]:
     """Request two chunks on one worker and the link."""
-    schedule = Schedule(
-        plan,
-        routes=plan.flow.routes(2, range(2)),
-        chunks_in_flight=slots,
-        processors=with_link(shared_cpu(1), plan, slots),
-        policy=find_policy(policy),
-    )
+    processors = with_link(shared_cpu(1), plan, slots)
+    schedule = make_schedule(plan, 2, policy=policy, in_flight=slots, all_logits=True, processors=processors)
     events = run_on_virtual_clock(
         schedule, lambda task: LONG_SUM if plan.subgraphs[task.subgraph].device == "link" else 1
     )
@@ -310,7 +305,7 @@ def test_shared_chunks_run_one_at_a_time_over_ranks() -> None:
     """With an NPU the chunks of one rank overlap; with several ranks the followers compute one after the other."""
 
     def overlaps(plan: Plan) -> bool:
-        prompts = make_executor(None, plan, processors=npu_and_cpu(), policy=find_policy("look_ahead"))
+        prompts = make_executor(None, plan, processors=npu_and_cpu(), policy="look_ahead")
         few = make_executor(None, plan)
         return ExecutorSet(prompts=prompts, tokens=few, many=prompts, few=few).overlaps
 
@@ -328,18 +323,7 @@ def test_the_link_has_workers_of_its_own() -> None:
 def test_record_contains_the_cpus_wait_for_sums(slots: int, waited: int) -> None:
     plan = with_links(make_plan(layers=1))
     schedule, events = run_virtually(plan, slots)
-    pipeline = Pipeline(
-        stages=stages_of(plan),
-        processors=schedule.processors,
-        policy="in_order",
-        chunk_length=8,
-        num_slots=slots,
-        slot_bytes=0,
-    )
-    end = max(event.end_ns for event in events)
-    record = RunRecord(
-        pipeline=pipeline, num_tokens=16, position=0, position_bytes=0, start_ns=0, end_ns=end, events=events
-    )
+    record = make_record(events, schedule.processors, plan, num_tokens=16, slots=slots)
     link, cpu = where_time_went([record])
     assert link.busy_ns == {"sums": 2 * LONG_SUM}
     assert cpu.idle_ns == {"sums": waited}

@@ -7,37 +7,19 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from fake_backend import make_plan, npu_and_cpu, shared_cpu, subgraph
+from fake_backend import make_plan, make_schedule, npu_and_cpu, shared_cpu, subgraph
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
+from chunkrt.runtime.policy import POLICIES, Policy, find_policy
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 Span = tuple[int, int, str, Task]
 """(start, end, processor, task)"""
-
-
-def make_schedule(
-    plan: Plan,
-    num_chunks: int,
-    *,
-    policy: str = "in_order",
-    in_flight: int = 8,
-    all_logits: bool = False,
-    processors: Sequence[Processor] | None = None,
-) -> Schedule:
-    return Schedule(
-        plan,
-        routes=plan.flow.routes(num_chunks, range(0 if all_logits else num_chunks - 1, num_chunks)),
-        chunks_in_flight=in_flight,
-        processors=processors or npu_and_cpu(),
-        policy=find_policy(policy),
-    )
 
 
 def simulate(schedule: Schedule, duration: Callable[[Task], int] = lambda task: 1) -> list[Span]:
@@ -66,30 +48,6 @@ def test_sequential_runs_chunk_after_chunk() -> None:
     ]
 
 
-def test_in_order_overlaps_the_processors() -> None:
-    plan = make_plan(layers=2)
-    spans = simulate(make_schedule(plan, 3))
-    assert lines(plan, spans) == [
-        "0-1 cpu embedding/0",
-        "1-2 npu static.0/0",
-        "1-2 cpu embedding/1",
-        "2-3 npu static.0/1",
-        "2-3 cpu dynamic.0/0",
-        "3-4 npu static.1/0",
-        "3-4 cpu dynamic.0/1",
-        "4-5 npu static.1/1",
-        "4-5 cpu dynamic.1/0",
-        "5-6 cpu dynamic.1/1",
-        "6-7 cpu embedding/2",
-        "7-8 npu static.0/2",
-        "8-9 cpu dynamic.0/2",
-        "9-10 npu static.1/2",
-        "10-11 cpu dynamic.1/2",
-        "11-12 npu static.2/2",
-        "12-13 cpu head/2",
-    ]
-
-
 def test_workers_of_both_roles_share_static_subgraphs() -> None:
     plan = make_plan(layers=1)
     spans = simulate(make_schedule(plan, 2, all_logits=True, processors=shared_cpu(2)))
@@ -107,12 +65,6 @@ def test_workers_of_both_roles_share_static_subgraphs() -> None:
     ]
 
 
-def test_single_slot_admits_a_chunk_when_the_previous_one_has_ended() -> None:
-    plan = make_plan(layers=1)
-    sequential = simulate(make_schedule(plan, 3, policy="sequential"))
-    assert simulate(make_schedule(plan, 3, in_flight=1)) == sequential
-
-
 def test_overtaking_chunk_frees_its_own_slot() -> None:
     plan = make_plan(layers=1)
     schedule = make_schedule(plan, 3, in_flight=2, all_logits=True, processors=shared_cpu(2))
@@ -128,23 +80,9 @@ def test_decoder_of_one_subgraph_takes_chunk_after_chunk(in_flight: int) -> None
     whole = subgraph("whole", "cpu", ["input_ids"], ["hidden"], state=["cache"])
     head = subgraph("head", "cpu", ["hidden", "logit_rows"], ["logits"], rows="R")
     plan = replace(make_plan(), subgraphs=(whole, head))
-    schedule = Schedule(
-        plan,
-        routes=plan.flow.routes(3, (2,)),
-        chunks_in_flight=in_flight,
-        processors=shared_cpu(2),
-        policy=find_policy("in_order"),
-    )
+    schedule = make_schedule(plan, 3, in_flight=in_flight, processors=shared_cpu(2))
     tasks = [(start, task) for start, _, _, task in simulate(schedule)]
     assert tasks == [(0, Task(0, 0)), (1, Task(0, 1)), (2, Task(0, 2)), (3, Task(1, 2))]
-
-
-def test_chunks_without_requested_logits_end_at_the_last_state() -> None:
-    plan = make_plan(layers=2)
-    last_state = 4
-    spans = simulate(make_schedule(plan, 3))
-    per_chunk = [[t.subgraph for *_, t in spans if t.chunk == chunk] for chunk in range(3)]
-    assert per_chunk == [list(range(last_state + 1))] * 2 + [list(range(len(plan.subgraphs)))]
 
 
 def test_failed_chunk_ends_and_later_chunks_continue() -> None:
@@ -191,7 +129,7 @@ class _Choosing:
     def __init__(self, choose: Callable[[], object]) -> None:
         self._choose = choose
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         return cast(Task, self._choose())
 
 
@@ -226,7 +164,7 @@ class _Adversary:
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = list(choices)
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         choice = self._choices.pop() if self._choices else 0
         return ready[choice % len(ready)]
 
@@ -257,13 +195,9 @@ def test_every_task_runs_once_and_the_rules_hold(
     durations: list[int],
 ) -> None:
     plan = make_plan(layers, shadowed=shadowed)
-    schedule = Schedule(
-        plan,
-        routes=plan.flow.routes(num_chunks, range(0 if all_logits else num_chunks - 1, num_chunks)),
-        chunks_in_flight=in_flight,
-        processors=shared_cpu(workers) if is_shared else npu_and_cpu(workers),
-        policy=policy,
-    )
+    processors = shared_cpu(workers) if is_shared else npu_and_cpu(workers)
+    options = {"policy": policy, "in_flight": in_flight, "all_logits": all_logits, "processors": processors}
+    schedule = make_schedule(plan, num_chunks, **options)
     spans = simulate(schedule, lambda task: durations[sum(task) % 7])
     last_state = max(i for i, part in enumerate(plan.subgraphs) if part.state)
     has_logits = [all_logits or chunk == num_chunks - 1 for chunk in range(num_chunks)]
@@ -341,12 +275,6 @@ def test_independent_tasks_of_one_chunk_run_at_once() -> None:
     for policy in POLICIES:
         if policy != "sequential":
             assert fork_lines(policy, 1) == expected, policy
-
-
-def test_join_waits_for_the_last_side() -> None:
-    slow = [10 if part.name == "shadow.0" else 1 for part in FORK.subgraphs]
-    spans = simulate(make_schedule(FORK, 1), lambda task: slow[task.subgraph])
-    assert lines(FORK, spans)[2:5] == ["2-3 npu linear.0/0", "2-12 cpu shadow.0/0", "12-13 npu join.0/0"]
 
 
 def test_sequential_runs_one_side_of_a_fork_after_the_other() -> None:

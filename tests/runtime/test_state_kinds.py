@@ -14,7 +14,6 @@ from fake_backend import (
     WINDOW,
     LoneExecutor,
     expected_logits,
-    make_executables,
     make_plan,
     shared_cpu,
     tokens,
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, Tensor
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import MOST_KEPT, State
 
@@ -37,8 +35,7 @@ SLOTS = 64
 
 
 def make_executor(plan: Plan) -> LoneExecutor:
-    policy = find_policy("sequential")
-    return LoneExecutor(plan, make_executables(plan), chunk_length=CHUNK, processors=shared_cpu(1), policy=policy)
+    return LoneExecutor(plan, processors=shared_cpu(1), policy="sequential")
 
 
 def make_state(plan: Plan = PLAN, num_tokens: int = 0) -> State:

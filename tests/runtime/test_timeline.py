@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from virtual_record import virtual_record
 
 from chunkrt.runtime.trace.idle import idle_gaps
-from chunkrt.runtime.trace.timeline.picture import COLOURS, LABELS, Bar, Row, in_lanes, ink, make_picture
+from chunkrt.runtime.trace.timeline.picture import COLOURS, LABELS, Bar, in_lanes, ink, make_picture
 from chunkrt.runtime.trace.timeline.vector import to_html, to_svg
 
 RECORD = virtual_record(npu_and_cpu(2), duration=1_000_000)
@@ -18,12 +18,12 @@ RECORD = virtual_record(npu_and_cpu(2), duration=1_000_000)
 
 def test_workers_show_every_task_and_gap() -> None:
     picture = make_picture(RECORD)
-    assert [row.name for row in picture.workers] == ["NPU", "CPU worker 0", "CPU worker 1"]
-    num_bars = sum(len(row.bars) for row in picture.workers)
+    assert [name for name, _ in picture.workers] == ["NPU", "CPU worker 0", "CPU worker 1"]
+    num_bars = sum(len(bars) for _, bars in picture.workers)
     assert num_bars == len(RECORD.events) + len(idle_gaps(RECORD))
-    for row in picture.workers:
+    for _, bars in picture.workers:
         at = 0.0
-        for bar in row.bars:
+        for bar in bars:
             assert bar.start == pytest.approx(at)
             at = bar.end
         assert at == pytest.approx(picture.milliseconds)
@@ -31,17 +31,17 @@ def test_workers_show_every_task_and_gap() -> None:
 
 def test_chunks_show_their_tasks_in_order() -> None:
     picture = make_picture(RECORD)
-    assert [len(row.bars) for row in picture.chunks] == [5, 5, 5, 7]
-    for row in picture.chunks:
-        starts = [bar.start for bar in row.bars]
+    assert [len(bars) for _, bars in picture.chunks] == [5, 5, 5, 7]
+    for name, bars in picture.chunks:
+        starts = [bar.start for bar in bars]
         assert starts == sorted(starts)
-        assert all(bar.text.split(",")[0].endswith(row.name) for bar in row.bars)
+        assert all(bar.text.split(",")[0].endswith(name) for bar in bars)
 
 
 def test_tasks_of_a_chunk_that_run_at_once_share_its_height() -> None:
     record = virtual_record(npu_and_cpu(), plan=make_plan(layers=1, shadowed=1), num_chunks=1)
-    (row,) = make_picture(record).chunks
-    lanes = {bar.text.split(" ")[0]: (bar.lane, bar.lanes) for bar in row.bars if bar.end > bar.start}
+    ((_, bars),) = make_picture(record).chunks
+    lanes = {bar.text.split(" ")[0]: (bar.lane, bar.lanes) for bar in bars if bar.end > bar.start}
     assert lanes == {
         "static.0": (0, 1),
         "linear.0": (0, 2),
@@ -75,9 +75,9 @@ def test_bars_in_one_lane_never_overlap_and_lanes_are_no_more_than_needed(spans:
 
 
 def test_shares_fill_a_hundred_percent() -> None:
-    for row in make_picture(RECORD).shares:
-        assert row.bars[0].start == 0
-        assert row.bars[-1].end == pytest.approx(100)
+    for _, bars in make_picture(RECORD).shares:
+        assert bars[0].start == 0
+        assert bars[-1].end == pytest.approx(100)
 
 
 def test_every_kind_has_a_label_and_readable_ink() -> None:
@@ -88,15 +88,15 @@ def test_every_kind_has_a_label_and_readable_ink() -> None:
 def test_long_run_makes_a_small_file() -> None:
     """Adjacent bars of a fraction of a pixel are drawn as one."""
     picture = make_picture(virtual_record(npu_and_cpu(2), num_chunks=600, slots=32))
-    assert sum(len(row.bars) for row in picture.workers) > 3000
+    assert sum(len(bars) for _, bars in picture.workers) > 3000
     text = to_svg(picture)
     assert len(text) < 1_000_000
-    assert text.count("<path class=") < sum(len(row.bars) for row in (*picture.workers, *picture.chunks))
+    assert text.count("<path class=") < sum(len(bars) for _, bars in (*picture.workers, *picture.chunks))
 
 
 def test_names_are_escaped() -> None:
     picture = make_picture(RECORD)
-    odd = Row('a<b>&"\x07\ud800', [Bar(0, 1, "linears", "</title><script>")])
+    odd = ('a<b>&"\x07\ud800', [Bar(0, 1, "linears", "</title><script>")])
     strange = type(picture)(title="<i>", milliseconds=1, workers=[odd], chunks=[odd], shares=[odd])
     text = to_svg(strange)
     assert any(e.text == 'a<b>&"\ufffd\ufffd' for e in ElementTree.fromstring(text).iter())

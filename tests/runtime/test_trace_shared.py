@@ -16,13 +16,14 @@ from fake_backend import make_plan, npu_and_cpu
 from fixture_checkpoints import checkpoint, input_ids
 from shared_runs import shared_records
 from trace_checker import CheckedTrace
+from virtual_record import make_record
 
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord, SegmentRecord, stages_of
+from chunkrt.runtime.record import ChunkRecord, RunRecord, SegmentRecord
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.runtime.trace.file import read_trace, write_trace
 from chunkrt.runtime.trace.idle import idle_gaps, where_time_went
-from chunkrt.runtime.trace.shared import Packing, joined, packing, rows_of, with_others
+from chunkrt.runtime.trace.shared import joined, packing, rows_of, with_others
 from chunkrt.runtime.trace.timeline.picture import make_picture
 from chunkrt.runtime.trace.timeline.vector import to_svg
 
@@ -93,13 +94,13 @@ def test_shared_chunk_is_drawn_once(records: list[RunRecord], tmp_path: Path) ->
 def test_rows_of_names_rows_and_positions() -> None:
     record = made([[(3, 40, 5), (7, 0, 1), (9, 2, 2)]])
     (picture,) = [make_picture(joint) for joint in joined([record])]
-    assert [row.name for row in picture.sequences] == ["sequence 3", "sequence 7", "sequence 9"]
-    assert [bar.text for row in picture.sequences for bar in row.bars] == [
+    assert [name for name, _ in picture.sequences] == ["sequence 3", "sequence 7", "sequence 9"]
+    assert [bar.text for _, bars in picture.sequences for bar in bars] == [
         "chunk 0, rows 0 to 4, from position 40",
         "chunk 0, row 5, from position 0",
         "chunk 0, rows 6 to 7, from position 2",
     ]
-    assert [bar.kind for row in picture.sequences for bar in row.bars] == ["rows", "row", "rows"]
+    assert [bar.kind for _, bars in picture.sequences for bar in bars] == ["rows", "row", "rows"]
     assert picture.title.startswith("chunks of sequences 3, 7, 9: ")
     titles = [e.text for e in ElementTree.fromstring(to_svg(picture)).iter() if e.tag.endswith("title")]
     assert "chunk 0, rows 0 to 4, from position 40" in titles
@@ -121,12 +122,12 @@ def test_joined_records_hold_every_task_once_and_every_chunk(records: list[RunRe
 def test_timeline_of_a_run_shows_concurrent_sequences(records: list[RunRecord]) -> None:
     longest = max((record for record in records if record.chunks), key=lambda record: record.num_tokens)
     picture = make_picture(with_others(longest, records))
-    (row,) = [row for row in picture.sequences if row.name == f"sequence {longest.sequence}"]
-    told = {f"chunk {chunk.number}, {rows_of(chunk)[row.name]}" for chunk in longest.chunks}
-    assert told <= {bar.text for bar in row.bars}
-    for row in picture.workers:
+    name = f"sequence {longest.sequence}"
+    told = {f"chunk {chunk.number}, {rows_of(chunk)[name]}" for chunk in longest.chunks}
+    assert told <= {bar.text for bar in dict(picture.sequences)[name]}
+    for _, bars in picture.workers:
         at = 0.0
-        for bar in row.bars:
+        for bar in bars:
             assert bar.start == pytest.approx(at)
             at = bar.end
         assert at == pytest.approx(picture.milliseconds)
@@ -148,34 +149,26 @@ def made(segments: list[list[tuple[int, int, int]]], spans: Spans | None = None,
         for s, c, who, start, end in spans
     ]
     chunks = [ChunkRecord(number, tuple(SegmentRecord(*s) for s in of)) for number, of in enumerate(segments)]
-    return RunRecord(
-        pipeline=Pipeline(
-            stages=stages_of(PLAN),
-            processors=npu_and_cpu(1 + any(event.worker for event in events)),
-            policy="in_order",
-            chunk_length=8,
-            num_slots=slots,
-            slot_bytes=500,
-        ),
-        num_tokens=sum(chunk.num_tokens for chunk in chunks),
-        position=0,
-        position_bytes=24,
-        start_ns=0,
-        end_ns=max(event.end_ns for event in events),
-        events=events,
-        chunks=chunks,
+    processors = npu_and_cpu(1 + any(event.worker for event in events))
+    return make_record(
+        events, processors, PLAN, num_tokens=sum(chunk.num_tokens for chunk in chunks), slots=slots, chunks=chunks
     )
 
 
 def test_packing_of_hand_made_chunks() -> None:
     one = made([[(1, 0, 8)], [(1, 8, 3), (2, 0, 2)], [(2, 2, 1), (3, 0, 1)]])
-    assert packing([one]) == Packing(
-        sequences=3, chunks=3, rows=15, rows_per_chunk=5.0, packed=2 / 3, padding=(0 + 3 + 6) / 24
-    )
+    assert packing([one]) == {
+        "sequences": 3,
+        "chunks": 3,
+        "rows": 15,
+        "rows_per_chunk": 5.0,
+        "packed": 2 / 3,
+        "padding": (0 + 3 + 6) / 24,
+    }
     on_cpu = replace(one, pipeline=replace(one.pipeline, processors=npu_and_cpu()[1:]))
     found = packing([one, one, on_cpu])  # a chunk counts once; those of another pipeline are separate
     assert found is not None
-    assert (found.chunks, found.rows, found.padding) == (6, 30, 9 / 24)
+    assert (found["chunks"], found["rows"], found["padding"]) == (6, 30, 9 / 24)
     assert packing([replace(one, chunks=())]) is None
 
 

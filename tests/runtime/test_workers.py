@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Event, Lock
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from fake_backend import (
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
+from chunkrt.runtime.policy import POLICIES
 from chunkrt.runtime.request import Chunk, Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
@@ -53,43 +54,12 @@ def chunkrt_threads() -> list[str]:
     return [name for name in names if name.startswith("chunkrt") and name != "chunkrt-npu-calls"]
 
 
-def make_executor(
-    plan: Plan,
-    *,
-    before: Hook | None = None,
-    after: Hook | None = None,
-    processors: Sequence[Processor] | None = None,
-    policy: Policy | None = None,
-    chunks_in_flight: int = 3,
-) -> LoneExecutor:
-    return LoneExecutor(
-        plan,
-        make_executables(plan, before=before, after=after),
-        chunk_length=CHUNK,
-        processors=processors or npu_and_cpu(),
-        policy=policy or find_policy("in_order"),
-        chunks_in_flight=chunks_in_flight,
-    )
+def make_executor(plan: Plan, *, before: Hook | None = None, after: Hook | None = None, **options: Any) -> LoneExecutor:
+    return LoneExecutor(plan, make_executables(plan, before=before, after=after), **{"chunks_in_flight": 3} | options)
 
 
 def check_result(plan: Plan, result: Request, num_tokens: int) -> None:
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens))[-1:])
-
-
-def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
-    plan = make_plan()
-    npu_started, cpu_started = Event(), Event()
-
-    def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) == ("static.0", CHUNK):
-            npu_started.set()
-            wait_for(cpu_started)
-        if (name, tag) == ("dynamic.0", 0):
-            cpu_started.set()
-            wait_for(npu_started)
-
-    executor = make_executor(plan, before=meet)
-    check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +67,9 @@ def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
     [
         *((1, npu_and_cpu(), n, {("linear.0", 0), ("shadow.0", 0)}) for n in (2, CHUNK, 2 * CHUNK)),
         (0, shared_cpu(2), 2 * CHUNK, {("static.0", 0), ("static.0", CHUNK)}),
+        (0, npu_and_cpu(), 2 * CHUNK, {("static.0", CHUNK), ("dynamic.0", 0)}),
     ],
-    ids=["a chunk of two tokens", "one chunk", "two chunks", "one static subgraph"],
+    ids=["a chunk of two tokens", "one chunk", "two chunks", "one static subgraph", "NPU and CPU"],
 )
 def test_two_tasks_run_at_the_same_time(
     shadowed: int, processors: list[Processor], num_tokens: int, together: set[tuple[str, int]]
@@ -201,7 +172,7 @@ def test_failure_is_raised_once_with_its_task_and_the_executor_recovers(failing:
         if is_broken and (name, tag) == (failing, chunk_start):
             raise ValueError("the device is on fire")
 
-    executor = make_executor(plan, before=fail, policy=find_policy(policy), processors=npu_and_cpu(2))
+    executor = make_executor(plan, before=fail, policy=policy, processors=npu_and_cpu(2))
     state = State(plan, CONTEXT)
     finish(lambda: executor.run(Request(tokens(CHUNK), state)))
     state.rewind(0)
@@ -274,7 +245,7 @@ def test_cancel_from_another_thread_ends_the_run(policy: str) -> None:
         cancel.set()
         was_cancelled.set()
 
-    executor, state = make_executor(plan, before=hold, policy=find_policy(policy)), State(plan, CONTEXT)
+    executor, state = make_executor(plan, before=hold, policy=policy), State(plan, CONTEXT)
     other = threading.Thread(target=cancel_it)
     other.start()
     with pytest.raises(ClosedError, match=r"the request was cancelled after \d+ of 40 tokens"):
@@ -402,7 +373,7 @@ class _Stubborn:
     name = "stubborn"
     is_concurrent = True
 
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
+    def select(self, ready: Sequence[Task], schedule: Schedule) -> Task | None:
         return next((task for task in ready if task.chunk == 0), None)
 
 

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import threading
 import weakref
 
 import httpx
 import pytest
 from collector import without_collector
-from server_of_tests import serving, wait_until
+from server_of_tests import events_of, serving, wait_until
 from small_vocabularies import REFERENCE, make_tokenizer
 
 from chunkrt.engine.session import in_thread
@@ -64,8 +63,7 @@ def test_bytes_that_are_no_characters_have_names_of_their_own(engine, monkeypatc
 
 def test_stream_without_new_tokens_has_a_finish_reason(served):
     body = {"prompt": ["hello", "there"], "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
-    lines = httpx.post(f"{served[1]}/v1/completions", json=body).text.split("\n")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    events = events_of(httpx.post(f"{served[1]}/v1/completions", json=body).text)
     choices = [choice for event in events for choice in event["choices"]]
     assert sorted((c["index"], c["text"], c["finish_reason"]) for c in choices) == [
         (0, "", "length"),

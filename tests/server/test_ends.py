@@ -1,9 +1,8 @@
 """Ends of answers: tokens that end them, the fewest tokens, and counts of a stream until then."""
 
-import json
-
 import httpx
 import pytest
+from server_of_tests import events_of
 
 END = 2
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -13,10 +12,6 @@ ENDS_AT_ONCE = {"logit_bias": {str(END): 100, "0": -100, "1": -100}, "temperatur
 
 def post(served, path, **body):
     return httpx.post(f"{served[1]}/v1/{path}", json=PATHS[path] | body, timeout=60)
-
-
-def events_of(answer):
-    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -73,13 +68,13 @@ def test_every_event_may_have_the_counts(served, path, include):
     options = {"include_usage": include, "continuous_usage_stats": True}
     body = {"max_tokens": 5, "ignore_eos": True, "temperature": 0}
     prompt = post(served, path, **body).json()["usage"]["prompt_tokens"]
-    events = events_of(post(served, path, **body, stream=True, stream_options=options))
+    events = events_of(post(served, path, **body, stream=True, stream_options=options).text)
     assert all(event["usage"]["prompt_tokens"] == prompt for event in events)
     assert all(e["usage"]["total_tokens"] == prompt + e["usage"]["completion_tokens"] for e in events)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts[-5:] == ([2, 3, 4, 5, 5] if include else [1, 2, 3, 4, 5])
     assert [bool(event["choices"]) for event in events][-1] is not include
-    events = events_of(post(served, path, **body, stream=True, stream_options={"include_usage": include}))
+    events = events_of(post(served, path, **body, stream=True, stream_options={"include_usage": include}).text)
     assert sum(event.get("usage") is not None for event in events) == include
 
 
@@ -87,7 +82,7 @@ def test_every_event_may_have_the_counts(served, path, include):
 def test_an_end_token_is_not_among_a_chats_log_probabilities(served, stream):
     body = {"logprobs": True, "top_logprobs": 1, "min_tokens": 3, "max_tokens": 9, "stream": stream, **ENDS_AT_ONCE}
     answer = post(served, "chat/completions", **body)
-    choices = [event["choices"][0] for event in events_of(answer)] if stream else answer.json()["choices"]
+    choices = [event["choices"][0] for event in events_of(answer.text)] if stream else answer.json()["choices"]
     tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
     content = "".join((choice["delta"] if stream else choice["message"]).get("content") or "" for choice in choices)
     assert choices[-1]["finish_reason"] == "stop"

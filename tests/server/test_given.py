@@ -3,7 +3,6 @@
 import json
 
 import httpx
-import openai
 import pytest
 from chat_model import TEMPLATE, write_chat_model
 from openai.types.chat import ChatCompletionMessage
@@ -238,12 +237,3 @@ def test_assistant_message_may_be_empty(served, message, content):
 def test_messages_with_unsupported_content_are_refused(served, message):
     answer = post(served[1], "chat/completions", CHAT | {"messages": [message]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-
-
-def test_openais_client_may_send_none(client):
-    with pytest.raises(openai.BadRequestError, match="verbosity"):
-        client.chat.completions.create(model="toy", messages=CHAT["messages"], verbosity="low")
-    answer = client.chat.completions.create(
-        model="toy", messages=CHAT["messages"], max_tokens=1, verbosity=None, reasoning_effort=None
-    )
-    assert answer.usage.completion_tokens == 1

@@ -1,6 +1,5 @@
 """A server in a process of its own: start and shutdown."""
 
-import json
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 import httpx
 import pytest
 from one_line import expect_one_line
+from server_of_tests import events_of
 
 SECONDS = 60
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0, "logit_bias": {"2": -100}, "stream": True}
@@ -96,10 +96,6 @@ def test_server_with_a_hanging_device_ends_after_its_grace_period(chat_folder):
     )
 
 
-def events_of(lines):
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_shutdown_finishes_running_requests_and_refuses_waiting_ones(serve, number):
@@ -119,7 +115,7 @@ def test_shutdown_finishes_running_requests_and_refuses_waiting_ones(serve, numb
                 assert thread.is_alive()
             server.signal(number)
             thread.join()
-            events = events_of(lines)
+            events = events_of("\n".join(lines))
         status, err = server.end()
     assert (refused[0].status_code, refused[0].json()["error"]["code"]) == (503, "closing")
     reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
@@ -140,7 +136,7 @@ def test_shutdown_reports_interrupted_requests(serve, again):
             if again:
                 server.wait_until_it_ends()  # a pending signal hides another one
                 server.signal()
-            events = events_of(lines)
+            events = events_of("\n".join(lines))
         status, err = server.end()
     assert events[-1]["error"]["code"] == "closing"
     assert (status, err) == (0, "")
@@ -190,26 +186,20 @@ def test_served_name_of_a_folder_is_its_last_part(serve, chat_folder, monkeypatc
         assert server.err.startswith(f"{chat_folder.name} is served at ")
 
 
-@pytest.mark.parametrize("key", ["two words", "schlüssel", "ключ", "a\x01b", "name: two words", ": key"])
-def test_a_key_that_no_client_could_send_is_refused(command, chat_folder, tmp_path, key):
-    lines = ["# the keys", "one: sound", key]
-    (tmp_path / "key").write_text("\n".join(lines), "utf-8")
-    found = command("serve", chat_folder, "--api-key-file", tmp_path / "key")
-    expect_one_line(found, "line 3, holds no API key: expected")
-
-
-@pytest.mark.parametrize("text", ["", "\n", "# only a comment\n"])
-def test_a_file_without_keys_is_refused(command, chat_folder, tmp_path, text):
-    (tmp_path / "key").write_text(text)
-    expect_one_line(
-        command("serve", chat_folder, "--api-key-file", tmp_path / "key"), "holds no API key; expected lines"
-    )
-
-
-@pytest.mark.parametrize("text", ["one: a\none: b", "one: a\ntwo: a", "a\na"])
-def test_keys_and_their_names_are_given_once(command, chat_folder, tmp_path, text):
-    (tmp_path / "key").write_text(text)
-    expect_one_line(command("serve", chat_folder, "--api-key-file", tmp_path / "key"), "line 2: the name or the key")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (f"# the keys\none: sound\n{key}", "line 3, holds no API key: expected")
+            for key in ("two words", "schlüssel", "ключ", "a\x01b", "name: two words", ": key")
+        ),
+        *((text, "holds no API key; expected lines") for text in ("", "\n", "# only a comment\n")),
+        *((text, "line 2: the name or the key") for text in ("one: a\none: b", "one: a\ntwo: a", "a\na")),
+    ],
+)
+def test_a_file_without_keys_that_clients_could_send_is_refused(command, chat_folder, tmp_path, text, message):
+    (tmp_path / "key").write_text(text, "utf-8")
+    expect_one_line(command("serve", chat_folder, "--api-key-file", tmp_path / "key"), message)
 
 
 def test_a_key_file_of_several_keys(serve, tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from server_of_tests import serving, wait_until
+from states import note_runs
 
 import chunkrt
 from chunkrt.engine.scoring import encode_pair, log_softmax
@@ -149,10 +150,7 @@ def test_prompts_of_an_echo_that_begin_alike_run_their_beginning_once(client, en
     prompts = [[*context, *encoded(engine, ending)] for ending in ("you", "there you", "hello")] + [[5, 6], context]
     options = {"model": "toy", "max_tokens": 0, "echo": True, "logprobs": 2}
     alone = [client.completions.create(prompt=[prompt], **options).choices[0] for prompt in prompts]
-    ran, run = [], engine.loaded.scheduler.run
-    monkeypatch.setattr(
-        engine.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
-    )
+    ran = note_runs(engine, monkeypatch)
     answer = client.completions.create(prompt=prompts, **options)
     assert [choice.logprobs for choice in answer.choices] == [choice.logprobs for choice in alone]
     assert [choice.text for choice in answer.choices] == [choice.text for choice in alone]
@@ -196,16 +194,18 @@ def test_scores_are_the_engines(served, engine):
     assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([means[i] for i in best])
 
 
-@pytest.mark.parametrize(("query", "document", "param"), [("", "hello", "query"), ("you", "", "documents")])
-def test_rerank_names_the_text_that_is_empty(served, query, document, param):
-    answer = httpx.post(f"{served[1]}/v1/rerank", json={"query": query, "documents": [document]})
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("rerank", {"query": "", "documents": ["hello"]}, "query"),
+        ("rerank", {"query": "you", "documents": [""]}, "documents"),
+        ("score", {"text_1": "hello", "text_2": ["you", ""]}, "text_2"),
+    ],
+)
+def test_text_that_is_empty_is_named(served, path, body, param):
+    answer = httpx.post(f"{served[1]}/v1/{path}", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert answer.json()["error"]["message"].startswith(f"{param}: ")
-
-
-def test_score_names_the_text_that_is_empty(served):
-    answer = httpx.post(f"{served[1]}/v1/score", json={"text_1": "hello", "text_2": ["you", ""]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text_2")
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5, -1])
@@ -477,13 +477,6 @@ def test_developer_messages_become_system_messages(client):
     ]
     assert answers[0].usage == answers[1].usage
     assert answers[0].choices == answers[1].choices
-
-
-def test_a_call_in_the_history_needs_no_content(client):
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
-    answer = client.chat.completions.create(model="toy", messages=[*messages, MESSAGES[1]], max_tokens=1)
-    assert answer.usage.completion_tokens == 1
 
 
 def test_prompts_of_token_ids_are_a_batch_with_choices_of_each(client):

@@ -6,7 +6,7 @@ import re
 import httpx
 import numpy as np
 import pytest
-from server_of_tests import serving
+from server_of_tests import events_of, serving
 
 from chunkrt.errors import ConstraintError
 from chunkrt.server.constraints import without_unknown_formats
@@ -106,7 +106,7 @@ def test_an_answer_that_its_grammar_cannot_finish_is_an_error(served):
 def test_a_stream_that_its_grammar_cannot_finish_ends_with_an_error(served):
     answer = ask(served[1], large_later(), stream=True)
     assert answer.status_code == 200
-    *events, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    *events, last = events_of(answer.text)
     assert last["error"]["code"] == "constraint_failed"
     assert not any(choice["finish_reason"] for event in events for choice in event["choices"])
     assert answer.text.splitlines()[-2] == "data: [DONE]"

@@ -9,7 +9,7 @@ from threading import Event
 import httpx
 import openai
 import pytest
-from server_of_tests import serving, wait_until
+from server_of_tests import events_of, serving, wait_until
 
 from chunkrt.errors import BusyError
 
@@ -158,7 +158,6 @@ def test_client_that_disconnects_before_the_first_event_leaves_no_state(engine, 
 
 def test_progress_under_the_names_of_llama_cpp(served):
     text = httpx.post(f"{served[1]}/v1/completions", json=BODY | {"return_progress": True}).text
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    told = [event for event in events if "prompt_progress" in event]
+    told = [event for event in events_of(text) if "prompt_progress" in event]
     assert [event["progress"]["tokens_done"] for event in told] == [e["prompt_progress"]["processed"] for e in told]
     assert told[-1]["prompt_progress"]["processed"] == told[-1]["prompt_progress"]["total"] > 0

@@ -8,10 +8,9 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from fake_backend import make_plan, npu_and_cpu, shared_cpu
+from fake_backend import make_plan, make_schedule, npu_and_cpu, shared_cpu
 
-from chunkrt.graph.plan import Plan
-from chunkrt.runtime.policy import POLICIES, find_policy
+from chunkrt.runtime.policy import POLICIES
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
@@ -19,16 +18,6 @@ from chunkrt.simulate.speeds import crowd_speeds, memory_speeds
 from chunkrt.simulate.work import Work, cut
 
 ROUNDING_NS = 1
-
-
-def make_schedule(plan: Plan, chunks: int, processors: tuple[Processor, ...], policy: str = "in_order") -> Schedule:
-    return Schedule(
-        plan,
-        routes=plan.flow.routes(chunks, range(chunks - 1, chunks)),
-        chunks_in_flight=chunks,
-        processors=processors,
-        policy=find_policy(policy),
-    )
 
 
 def run(schedule: Schedule, work_of: Callable[[Task], Work], gb_per_s: float) -> list[TaskEvent]:
@@ -48,7 +37,7 @@ def test_at_full_speed_every_task_takes_its_time_and_starts_when_something_ends(
     plan, chunks = make_plan(random.randint(1, 4)), random.randint(1, 6)
     processors = random.choice((npu_and_cpu, shared_cpu))(random.randint(1, 3))
     durations = {Task(s, c): random.randint(0, 50) for s in range(len(plan.subgraphs)) for c in range(chunks)}
-    schedule = make_schedule(plan, chunks, processors, policy)
+    schedule = make_schedule(plan, chunks, processors=processors, policy=policy)
     events = run_on_virtual_clock(schedule, durations.__getitem__)
     assert len(events) == schedule.num_tasks
     assert all(event.end_ns - event.start_ns == durations[event.task] for event in events)
@@ -67,7 +56,7 @@ def test_the_conversion_of_a_chunk_overlaps_the_computing_of_the_one_before() ->
     durations, edges = (0, 80, 0, 80, 0), (10.0, 20.0)
 
     def events_of(workers: int) -> list[TaskEvent]:
-        schedule = make_schedule(plan, 3, converting_npu(workers))
+        schedule = make_schedule(plan, 3, processors=converting_npu(workers))
         events = run_on_virtual_clock(schedule, lambda task: durations[task.subgraph], edges=lambda task: edges)
         return [event for event in events if event.processor == "npu"]
 
@@ -101,9 +90,11 @@ def test_npu_with_one_call_is_independent_of_the_conversion_share(policy: str, s
     for task, total in durations.items():
         entering = random.randint(0, total - 1)
         shares[task] = entering, random.randint(0, total - 1 - entering)
-    whole = run_on_virtual_clock(make_schedule(plan, chunks, npu_and_cpu(2), policy), durations.__getitem__)
+    whole = run_on_virtual_clock(
+        make_schedule(plan, chunks, processors=npu_and_cpu(2), policy=policy), durations.__getitem__
+    )
     npu, cpu = npu_and_cpu(2)
-    schedule = make_schedule(plan, chunks, (replace(npu, num_computing=1), cpu), policy)
+    schedule = make_schedule(plan, chunks, processors=(replace(npu, num_computing=1), cpu), policy=policy)
     parted = run_on_virtual_clock(schedule, durations.__getitem__, edges=shares.__getitem__)
     assert [event._replace(passage=None) for event in parted] == whole
 
@@ -111,7 +102,7 @@ def test_npu_with_one_call_is_independent_of_the_conversion_share(policy: str, s
 def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:
     plan = make_plan(1)  # embedding, static.0, dynamic.0, static.1, head
     work = {0: Work(0, 0.0), 1: Work(100, 1000.0), 2: Work(100, 1000.0), 3: Work(50, 0.0), 4: Work(10, 0.0)}
-    events = run(make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], 10.0)
+    events = run(make_schedule(plan, 2), lambda task: work[task.subgraph], 10.0)
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     assert spans[Task(1, 0)] == (0, 100)
     assert spans[Task(1, 1)] == (100, 300)
@@ -125,7 +116,7 @@ def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:
 def test_a_task_speeds_up_again_when_the_other_ends() -> None:
     plan = make_plan(1)
     work = {0: Work(0, 0.0), 1: Work(100, 1000.0), 2: Work(30, 300.0), 3: Work(1, 0.0), 4: Work(1, 0.0)}
-    events = run(make_schedule(plan, 2, npu_and_cpu(1)), lambda task: work[task.subgraph], 10.0)
+    events = run(make_schedule(plan, 2), lambda task: work[task.subgraph], 10.0)
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     assert spans[Task(2, 0)] == (100, 160)  # 30 ns of work at half speed
     assert spans[Task(1, 1)] == (100, 230)  # 30 ns of its 100 at half speed
@@ -153,7 +144,7 @@ def test_every_task_runs_once_and_none_overlaps_another_on_its_worker(policy: st
         for s in range(len(plan.subgraphs))
         for c in range(chunks)
     }
-    events = run(make_schedule(plan, chunks, npu_and_cpu(2), policy), work.__getitem__, 8.0)
+    events = run(make_schedule(plan, chunks, processors=npu_and_cpu(2), policy=policy), work.__getitem__, 8.0)
     assert len({event.task for event in events}) == len(events)
     by_worker: dict[tuple[str, int], int] = {}
     for event in sorted(events, key=lambda event: event.start_ns):

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from one_line import expect_one_line
 from small_shape import SMALL_SHAPE as SMALL
 
 import chunkrt
@@ -316,9 +317,7 @@ def test_command_prints_and_writes_the_rows_of_a_file(command, tmp_path: Path) -
 )
 def test_wrong_file_of_a_grid_prints_one_line(command, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "grid.toml").write_text(text)
-    finished = command("experiment", tmp_path / "grid.toml")
-    assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)
-    assert message in finished.err
+    expect_one_line(command("experiment", tmp_path / "grid.toml"), message, 1)
 
 
 @pytest.mark.parametrize(
@@ -334,9 +333,7 @@ def test_outputs_never_overwrite_the_grid_or_each_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("grid.toml").write_text(GRID_FILE)
-    finished = command("experiment", "grid.toml", *options)
-    assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)
-    assert message in finished.err
+    expect_one_line(command("experiment", "grid.toml", *options), message, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["grid.toml"]
     assert Path("grid.toml").read_text() == GRID_FILE
 

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 from chunkrt.backends.qnn.library import is_installed, open_htp, open_session
@@ -293,10 +294,7 @@ def test_the_command_refuses_an_engine_with_outputs_in_float(command):
     ],
 )
 def test_bad_input_prints_one_line(command, arguments, message):
-    finished = command("fit", GGUF, *arguments)
-    assert (finished.status, finished.out) == (1, "")
-    assert finished.err.startswith(f"chunkrt: {message}")
-    assert finished.err.count("\n") == 1
+    expect_one_line(command("fit", GGUF, *arguments), f"chunkrt: {message}", 1)
 
 
 def test_a_wrong_command_line_lists_the_choices(command):
@@ -304,15 +302,3 @@ def test_a_wrong_command_line_lists_the_choices(command):
     finished = command("fit", GGUF, "--soc", "SM8650", "--scheme", "float")
     assert finished.status == 2
     assert "'w8a16', 'w8a8', 'w4a16'" in finished.err
-
-
-def test_rotary_tables_take_memory_for_the_positions_of_the_context_alone():
-    """Two tables, cos and sin, float32, of half as many columns as a head has dimensions."""
-    plan = partition(trace(build_decoder(RandomCheckpoint(CONFIG))), family="llama")
-    found = {
-        context: fit_plan(
-            plan, SCHEMES["w8a16"], SM8650, chunk_length=8, context_length=context, ram_bytes=12 * GB
-        ).cpu_weight_bytes
-        for context in (16, 64)
-    }
-    assert found[64] - found[16] == 2 * 4 * (64 - 16) * CONFIG["head_dim"] // 2

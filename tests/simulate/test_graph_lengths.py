@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from free_device import free_device
+from measured_profiles import toy_profile
+from one_line import expect_one_line
 from small_shape import SMALL_SHAPE
 
 import chunkrt
@@ -26,12 +29,11 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import read_trace, write_trace
-from chunkrt.simulate import DeviceProfile, MeasuredProfile, Simulation, find_device, simulate
+from chunkrt.simulate import DeviceProfile, Simulation, find_device, simulate
 from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.fit import Fit, find_remedy, fit_plan
 from chunkrt.simulate.learn import learn_costs
-from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins, write_measured
-from chunkrt.simulate.profile import OperatorCost, ProcessorCost
+from chunkrt.simulate.measured import write_measured
 from chunkrt.simulate.serving import simulate_serving
 from chunkrt.simulate.tune import tune
 
@@ -44,17 +46,7 @@ HEAD_ON_NPU: Placement = {"lm_head": "npu"}
 @pytest.fixture(scope="module")
 def multiplying(device: DeviceProfile) -> DeviceProfile:
     """A device that takes a microsecond for 1,000 operations of a linear on the NPU, and no time for anything else."""
-    nothing = OperatorCost(fixed_us=0.0, gb_per_s=1e15, gops=1e15)
-    free = dict.fromkeys(device.npu.operators, nothing)
-    operators = free | {"linear_a16": replace(nothing, gops=1.0)}
-    return replace(
-        device,
-        npu=ProcessorCost(task_us=0.0, busy_watts=1.0, operators=operators),
-        cpu=ProcessorCost(task_us=0.0, busy_watts=1.0, operators=free),
-        prompt_us=0.0,
-        transfer=replace(device.transfer, fixed_us=0.0, gb_per_s=1e15, head_us=None),
-        memory=replace(device.memory, gb_per_s=1e15),
-    )
+    return free_device(device, npu={"linear_a16": {"gops": 1.0}})
 
 
 def rows_by_call(simulation: Simulation | Sequence[RunRecord]) -> Counter[int]:
@@ -298,27 +290,8 @@ def test_tune_chooses_graphs_of_several_lengths_and_windows_that_slide() -> None
     assert 'chunk_length = "1,8,32"' in found.to_toml()
 
 
-def measured(plan: Plan, graph_lengths: tuple[int, ...]) -> MeasuredProfile:
-    """Every task of the NPU takes 10 microseconds, and 2 more for each row of its graph; the CPU is as fast."""
-    costs = {
-        name: SubgraphCost(subgraph=name, fixed_us=10.0, row_us=2.0, pair_us=0.5 if name.startswith("dynamic") else 0.0)
-        for name in twins(plan).values()
-    }
-    budget = ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs=costs, decode={})
-    return MeasuredProfile(
-        name="toy",
-        model="small",
-        scheme="w8a16",
-        chunk_length=32,
-        has_npu=True,
-        conditions="none",
-        budgets={1: budget},
-        graph_lengths=graph_lengths,
-    )
-
-
 def test_measured_profile_of_several_graphs_is_learnt_kept_and_used(plan: Plan, tmp_path: Path) -> None:
-    truth = measured(plan, LENGTHS)
+    truth = toy_profile(plan, has_npu=True, graph_lengths=LENGTHS, prompt_us=0.0)
     options = OPTIONS | {"policy": "sequential", "graph_lengths": LENGTHS}
     records = [simulate(plan, truth, prompt_length=n, **options).records[0] for n in (256, 16, 8)]
     times = {
@@ -340,7 +313,7 @@ def test_measured_profile_of_several_graphs_is_learnt_kept_and_used(plan: Plan, 
 
 
 def test_profile_without_an_npu_has_no_graphs(plan: Plan) -> None:
-    on_cpu = replace(measured(plan, ()), has_npu=False)
+    on_cpu = toy_profile(plan, prompt_us=0.0)
     found = simulate(plan, on_cpu, prompt_length=40, graph_lengths=LENGTHS, **OPTIONS)
     assert (found.graph_lengths, found.contexts, found.padding) == ((), 0, None)
 
@@ -383,10 +356,7 @@ def test_command_reads_lengths_and_sinks_of_a_settings_file(command: Any, tmp_pa
     ],
 )
 def test_lengths_without_effect_are_refused_in_one_line(command: Any, arguments: tuple[Any, ...], message: str) -> None:
-    finished = command(*SIMULATE, *arguments)
-    assert finished.status == 1
-    assert finished.err.startswith(f"chunkrt: {message}")
-    assert finished.err.count("\n") == 1
+    expect_one_line(command(*SIMULATE, *arguments), f"chunkrt: {message}", 1)
 
 
 def test_plan_of_a_checkpoint_has_the_same_rows(device: DeviceProfile) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fixture_checkpoints import NAMES, checkpoint
+from free_device import free_device
+from one_line import expect_one_line
 from small_shape import SMALL_SHAPE
 
 from chunkrt.checkpoints.config_only import ConfigSource
@@ -23,7 +25,6 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.trace.file import read_trace
 from chunkrt.simulate import DeviceProfile, simulate
-from chunkrt.simulate.profile import OperatorCost, ProcessorCost
 
 FOLDERS = [name for name in NAMES if checkpoint(name).is_dir()]
 OPTIONS = {"chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
@@ -57,10 +58,9 @@ def test_config_without_weights_has_the_plan_of_its_checkpoint(name: str, tmp_pa
 )
 def test_wrong_options_of_a_config_print_one_line(arguments: list[str], message: str, command, tmp_path: Path) -> None:
     shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
-    result = command("simulate", tmp_path / "config.json", "--device", "sd8gen3", "--chunk", "8", *arguments)
-    assert result.status == 1
-    assert message in result.err
-    assert result.err.count("\n") == 1
+    expect_one_line(
+        command("simulate", tmp_path / "config.json", "--device", "sd8gen3", "--chunk", "8", *arguments), message, 1
+    )
 
 
 def test_config_without_a_model_type_is_refused(tmp_path: Path) -> None:
@@ -105,18 +105,7 @@ def test_chunk_with_attention_on_the_npu_takes_its_graphs_and_the_cpus_tasks_in_
 
 def test_shadow_costs_its_input_and_the_kept_rows_of_the_weight(device: DeviceProfile) -> None:
     """Down projections have 96 inputs, so 3 rows are kept for the CPU (one of 32)."""
-    nothing = OperatorCost(fixed_us=0.0, gb_per_s=1e12, gops=1e12)
-    operators = dict.fromkeys(device.npu.operators, nothing) | {
-        "linear_float": OperatorCost(fixed_us=7.0, gb_per_s=1e12, gops=1.0)
-    }
-    bare = replace(
-        device,
-        npu=ProcessorCost(task_us=0.0, busy_watts=1.0, operators=dict.fromkeys(operators, nothing)),
-        cpu=ProcessorCost(task_us=0.0, busy_watts=1.0, operators=operators),
-        prompt_us=0.0,
-        transfer=replace(device.transfer, fixed_us=0.0, gb_per_s=1e12),
-        memory=replace(device.memory, gb_per_s=1e12, pj_per_byte=0.0),
-    )
+    bare = free_device(device, cpu={"linear_float": {"fixed_us": 7.0, "gops": 1.0}})
     scheme = replace(SCHEMES["w8a8"], shadowed=("*.down_proj.weight",))
     shadowed = SMALL_SHAPE.plan(is_shadowed=scheme.is_shadowed)
     options = {**OPTIONS, "scheme": scheme}

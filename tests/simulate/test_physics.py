@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_device import free_device
 
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
@@ -18,7 +19,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.simulate import DeviceProfile, Shape, Simulation, find_device, find_shape, read_profile, simulate
 from chunkrt.simulate import profile as profile_module
-from chunkrt.simulate.profile import OperatorCost, ThermalCost, ThrottleCost
+from chunkrt.simulate.profile import ThermalCost, ThrottleCost
 from chunkrt.simulate.sustained import sustain
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,6 @@ SHAPE = Shape(
 )
 LINEARS = LAYERS * (HIDDEN * (HEADS + 2 * KV_HEADS) * WIDTH + HEADS * WIDTH * HIDDEN + 3 * HIDDEN * WIDE)
 HEAD = HIDDEN * WORDS
-FREE = OperatorCost(fixed_us=0.0, gb_per_s=1e15, gops=1e15)
 WINDOW, CHUNK = 1000, 24
 
 
@@ -44,17 +44,9 @@ def device(kind: str = "", *, cache_bytes: float = 2.0, fast_mb: float | None = 
     """A device on which nothing costs time except the given numbers of one kind of operator on the NPU."""
     found = find_device("SM8750+genie")
     assert isinstance(found, DeviceProfile)
-    npu = dict.fromkeys(found.npu.operators, FREE)
-    if kind:
-        npu[kind] = replace(FREE, **costs)
-    return replace(
-        found,
-        prompt_us=0.0,
-        memory=replace(found.memory, gb_per_s=1e15),
-        transfer=replace(found.transfer, fixed_us=0.0, gb_per_s=1e15, cache_gb_per_s=1e15),
-        npu=replace(found.npu, task_us=0.0, operators=npu, cache_bytes=cache_bytes, fast_mb=fast_mb),
-        cpu=replace(found.cpu, task_us=0.0, operators=dict.fromkeys(found.cpu.operators, FREE)),
-    )
+    free = free_device(found, npu={kind: costs} if kind else {})
+    npu = replace(free.npu, cache_bytes=cache_bytes, fast_mb=fast_mb)
+    return replace(free, npu=npu, transfer=replace(free.transfer, cache_gb_per_s=1e15))
 
 
 def whole() -> tuple[Plan, dict[int, Plan]]:

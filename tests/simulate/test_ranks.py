@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from fake_backend import CONTEXT, VOCABULARY, WIDTH, subgraph, value
+from fake_backend import CONTEXT, VOCABULARY, WIDTH, make_schedule, subgraph, value
 from fixture_checkpoints import checkpoint
+from measured_profiles import toy_profile
 from small_shape import SMALL_SHAPE
 from trace_checker import CheckedTrace
+from virtual_record import make_record
 
 from chunkrt.cli import cli
 from chunkrt.compile.compiler import compile_checkpoint
@@ -21,10 +23,9 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.operators import node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Plan, Ranks, Tensor
 from chunkrt.quant.scheme import Recipe, find_scheme
-from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
-from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
 from chunkrt.runtime.trace.file import read_trace, write_trace
@@ -32,10 +33,9 @@ from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.runtime.trace.timeline.picture import make_picture
 from chunkrt.runtime.trace.utilisation import link_time
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
-from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, MeasuredProfile, find_device, find_link, simulate
+from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, find_device, find_link, simulate
 from chunkrt.simulate.experiments import plans_of
 from chunkrt.simulate.link import read_link
-from chunkrt.simulate.measured import ThreadsCost
 from chunkrt.simulate.speeds import link_speeds
 from chunkrt.simulate.work import Work
 
@@ -150,31 +150,8 @@ PLAN, DURATIONS = make_plan(), (10, 30, 20, 5)
 def two_chunks(run: Callable[[Schedule], list[TaskEvent]]) -> RunRecord:
     cpu = Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=1)
     processors = with_link([cpu], PLAN, 2)
-    schedule = Schedule(
-        PLAN,
-        routes=PLAN.flow.routes(2, [1]),
-        chunks_in_flight=2,
-        processors=processors,
-        policy=find_policy("in_order"),
-    )
-    events = run(schedule)
-    pipeline = Pipeline(
-        stages=stages_of(PLAN),
-        processors=processors,
-        policy="in_order",
-        chunk_length=4,
-        num_slots=2,
-        slot_bytes=100,
-    )
-    return RunRecord(
-        pipeline=pipeline,
-        num_tokens=8,
-        position=0,
-        position_bytes=10,
-        start_ns=0,
-        end_ns=events[-1].end_ns,
-        events=events,
-    )
+    schedule = make_schedule(PLAN, 2, in_flight=2, processors=processors)
+    return make_record(run(schedule), processors, PLAN, num_tokens=8, slots=2, chunk_length=4)
 
 
 def spans(record: RunRecord) -> dict[Task, tuple[int, int]]:
@@ -199,7 +176,7 @@ def test_second_chunk_hides_sums(record: RunRecord) -> None:
     found = link_time([record])
     assert found is not None
     # sums from 10 to 50; in parallel the embedding of chunk 1 until 20, and attention of chunk 0 from 40
-    assert (found.busy_ns, found.hidden_ns, found.num_sums, found.hidden) == (40, 20, 2, 0.5)
+    assert found == {"busy_ns": 40, "hidden_ns": 20, "num_sums": 2, "hidden": 0.5}
     (cpu,) = (time for time in where_time_went([record]) if time.name == "cpu")
     assert cpu.idle_ns == {"sums": 20}
 
@@ -219,7 +196,7 @@ def test_sums_that_share_a_link_take_twice_as_long() -> None:
     }
     found = link_time([record])
     assert found is not None
-    assert (found.busy_ns, found.hidden_ns) == (60, 20)
+    assert (found["busy_ns"], found["hidden_ns"]) == (60, 20)
 
 
 def test_a_run_without_ranks_has_no_link_time(record: RunRecord) -> None:
@@ -244,10 +221,10 @@ def test_traces_and_pictures_show_the_link(record: RunRecord, tmp_path: Path) ->
     as_json = CliRunner().invoke(cli, ["trace", str(path), "--json"], catch_exceptions=False).output
     assert json.loads(as_json)["groups"][0]["link"] == {"busy_ns": 40, "hidden_ns": 20, "num_sums": 2, "hidden": 0.5}
     picture = make_picture(record)
-    assert [row.name for row in picture.workers] == ["CPU worker 0", "LINK"]
-    assert [(bar.lane, bar.lanes) for bar in picture.workers[1].bars] == [(0, 2), (1, 2)]
-    assert [bar.kind for bar in picture.shares[-1].bars] == ["sums", "bare sums"]
-    assert picture.shares[-1].bars[-1].end == pytest.approx(100 * 40 / 85)
+    assert [name for name, _ in picture.workers] == ["CPU worker 0", "LINK"]
+    assert [(bar.lane, bar.lanes) for bar in picture.workers[1][1]] == [(0, 2), (1, 2)]
+    assert [bar.kind for bar in picture.shares[-1][1]] == ["sums", "bare sums"]
+    assert picture.shares[-1][1][-1].end == pytest.approx(100 * 40 / 85)
 
 
 def operations(plan: Plan) -> tuple[int, int]:
@@ -358,17 +335,7 @@ def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile)
     options = {"prompt_length": 32, "chunk_length": 32, "policy": "in_order", "ranks": 2, "link": LINK}
     with pytest.raises(ConfigError, match="'w8a16' is static, and the simulation of 2 ranks has no NPU"):
         simulate(share(0, 2), device, scheme="w8a16", **options)
-    measured = MeasuredProfile(
-        name="toy",
-        model="small",
-        scheme=SCHEME,
-        chunk_length=32,
-        has_npu=False,
-        conditions="none",
-        budgets={
-            1: ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs={}, decode={})
-        },
-    )
+    measured = replace(toy_profile(SHAPE.plan()), scheme=SCHEME)
     with pytest.raises(ConfigError, match="toy was measured on a complete decoder"):
         simulate(share(0, 2), measured, scheme=SCHEME, **options)
 

@@ -12,6 +12,7 @@ import pytest
 from fake_backend import make_plan, shared_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_profiles import toy_profile
 from small_shape import SMALL_SHAPE
 from trace_checker import CheckedTrace
 
@@ -28,7 +29,7 @@ from chunkrt.runtime.trace.shared import packing
 from chunkrt.runtime.virtual_clock import at_full_speed, run_on_virtual_clock
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_device
 from chunkrt.simulate.arrivals import Load, SimulatedRequest, draw
-from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
+from chunkrt.simulate.measured import SubgraphCost
 from chunkrt.simulate.serving import Serving, serve, simulate_serving
 from chunkrt.simulate.serving_costs import ServingCosts, Way, never
 from chunkrt.simulate.work import ChunkWork, ModelledWork, Work
@@ -208,8 +209,8 @@ def test_a_device_with_an_npu(policy: str, decode_on: Any, tmp_path: Path) -> No
     CheckedTrace(tmp_path / "out.json")
     full = packing(back)
     assert full is not None
-    assert (full.chunks, full.rows_per_chunk) == (found.chunks, found.rows_per_chunk)
-    assert full.padding == pytest.approx(found.padding)
+    assert (full["chunks"], full["rows_per_chunk"]) == (found.chunks, found.rows_per_chunk)
+    assert full["padding"] == pytest.approx(found.padding)
     of_npu = [record for record in back if len(record.pipeline.processors) == 2]
     for time in where_time_went(of_npu):
         assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
@@ -252,42 +253,16 @@ def test_shared_chunks_attend_to_each_sequences_history() -> None:
 
 
 def profile_of(*, has_npu: bool = False, decode_us: float | None = 40.0) -> MeasuredProfile:
-    """Every task of a chunk with a prompt takes 10 microseconds, and 2 more for each row; attention also half of one
-    for each pair. Of decoding sequences, all layers take `decode_us` microseconds, 3 for each row and a quarter for
-    each pair, and the head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
+    """Return a profile in which all layers of decoding sequences take `decode_us` microseconds, 3 for each row and a
+    quarter for each pair, and the head takes 5 and 1 for each row. A step takes 20 more, and a token 6.
     """
-    costs = {
-        name: SubgraphCost(
-            subgraph=name,
-            fixed_us=10.0,
-            row_us=2.0,
-            pair_us=0.5 if name.startswith("dynamic") else 0.0,
-        )
-        for name in twins(SMALL).values()
-    }
     layers, head = merged_on_cpu(SMALL).subgraphs
     decode = {
         layers.name: SubgraphCost(subgraph=layers.name, fixed_us=decode_us or 0.0, row_us=3.0, pair_us=0.25),
         head.name: SubgraphCost(subgraph=head.name, fixed_us=5.0, row_us=1.0, pair_us=0.0),
     }
-    budget = ThreadsCost(
-        threads=1,
-        prompt_us=100.0,
-        task_us=0.0,
-        step_us=20.0,
-        token_us=6.0,
-        subgraphs=costs,
-        decode={} if decode_us is None else decode,
-    )
-    return MeasuredProfile(
-        name="toy",
-        model="small",
-        scheme="w8a16",
-        chunk_length=32,
-        has_npu=has_npu,
-        conditions="none",
-        budgets={1: budget},
-    )
+    costs = {} if decode_us is None else decode
+    return toy_profile(SMALL, decode=costs, has_npu=has_npu, step_us=20.0, token_us=6.0)
 
 
 def test_a_measured_profile() -> None:

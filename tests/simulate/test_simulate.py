@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from free_device import free_device
+from measured_profiles import toy_profile
 from small_shape import SMALL_SHAPE
 
 from chunkrt.cli import cli
@@ -16,11 +18,10 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.policy import POLICIES
-from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_shape, simulate
+from chunkrt.simulate import DeviceProfile, find_shape, simulate
 from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.learn import learn_costs, learn_decode, learn_speeds
-from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins, write_measured
-from chunkrt.simulate.profile import OperatorCost, ProcessorCost
+from chunkrt.simulate.measured import SubgraphCost, twins, write_measured
 from chunkrt.simulate.serving import simulate_serving
 
 SMALL = replace(SMALL_SHAPE, num_layers=3)
@@ -31,30 +32,8 @@ def plan() -> Plan:
     return SMALL.plan()
 
 
-def measured(plan: Plan, *, threads: int = 1, speeds: tuple[float, ...] = (1.0,)) -> MeasuredProfile:
-    """Every task takes 10 microseconds, and 2 more for each row; attention also for each pair."""
-    costs = {
-        name: SubgraphCost(
-            subgraph=name, fixed_us=10.0, row_us=2.0, pair_us=0.5 if name.startswith("dynamic") else 0.0, speeds=speeds
-        )
-        for name in twins(plan).values()
-    }
-    budget = ThreadsCost(
-        threads=threads, prompt_us=100.0, task_us=0.0, step_us=0.0, token_us=0.0, subgraphs=costs, decode={}
-    )
-    return MeasuredProfile(
-        name="toy",
-        model="small",
-        scheme="w8a16",
-        chunk_length=32,
-        has_npu=False,
-        conditions="none",
-        budgets={threads: budget},
-    )
-
-
 def test_one_worker_takes_the_sum_of_its_tasks(plan: Plan) -> None:
-    found = simulate(plan, measured(plan), prompt_length=80, chunk_length=32, policy="in_order", scheme="w8a16")
+    found = simulate(plan, toy_profile(plan), prompt_length=80, chunk_length=32, policy="in_order", scheme="w8a16")
     rows = [32, 32, 16]
     tasks = [1 + 3 + 3, 1 + 3 + 3, 1 + 4 + 3]  # the last static subgraph and the LM head run for the last chunk alone
     us = sum(n * (10 + 2 * r) for n, r in zip(tasks, rows, strict=True)) + 10 + 2  # the LM head has one row
@@ -97,9 +76,9 @@ def test_one_chunk_has_no_time_between_tasks_if_subgraphs_are_fused(
 
 def test_two_workers_that_halve_each_other_gain_nothing(plan: Plan) -> None:
     options = {"prompt_length": 160, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
-    alone = simulate(plan, measured(plan), **options)
-    halved = simulate(plan, measured(plan, threads=2, speeds=(1.0, 0.5)), **options)
-    free = simulate(plan, measured(plan, threads=2, speeds=(1.0, 1.0)), **options)
+    alone = simulate(plan, toy_profile(plan), **options)
+    halved = simulate(plan, toy_profile(plan, threads=2, speeds=(1.0, 0.5)), **options)
+    free = simulate(plan, toy_profile(plan, threads=2, speeds=(1.0, 1.0)), **options)
     assert halved.makespan_ms == pytest.approx(alone.makespan_ms, rel=1e-6)
     assert free.makespan_ms < 0.7 * alone.makespan_ms
 
@@ -150,7 +129,7 @@ def test_measured_profile_has_no_conversion_time(plan: Plan) -> None:
     ):
         simulate(
             plan,
-            measured(plan),
+            toy_profile(plan),
             prompt_length=32,
             chunk_length=32,
             policy="in_order",
@@ -172,20 +151,9 @@ def test_more_bandwidth_is_never_slower(device: DeviceProfile, policy: str) -> N
 
 
 def test_a_linear_costs_the_longer_of_its_bytes_and_its_operations(device: DeviceProfile) -> None:
-    nothing = OperatorCost(fixed_us=0.0, gb_per_s=1e12, gops=1e12)
-    operators = dict.fromkeys(device.npu.operators, nothing)
-    operators["linear_a16"] = OperatorCost(fixed_us=3.0, gb_per_s=1e12, gops=1.0)
-    npu = ProcessorCost(task_us=0.0, busy_watts=1.0, operators=operators)
-    cpu = ProcessorCost(task_us=0.0, busy_watts=0.0, operators=dict.fromkeys(operators, nothing))
-    bare = replace(
-        device,
-        npu=npu,
-        cpu=cpu,
-        prompt_us=0.0,
-        idle_watts=2.0,
-        transfer=replace(device.transfer, fixed_us=0.0, gb_per_s=1e12),
-        memory=replace(device.memory, gb_per_s=1e12, pj_per_byte=0.0),
-    )
+    bare = free_device(device, npu={"linear_a16": {"fixed_us": 3.0, "gops": 1.0}})
+    watts = {"npu": replace(bare.npu, busy_watts=1.0), "cpu": replace(bare.cpu, busy_watts=0.0), "idle_watts": 2.0}
+    bare = replace(bare, **watts, memory=replace(bare.memory, pj_per_byte=0.0))
     found = simulate(SMALL.plan(), bare, prompt_length=1, chunk_length=32, policy="in_order", scheme="w8a16")
     linears = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
     us = 3 * (4 * 3.0 + 32 * 2 * linears / 1000)  # a complete chunk, regardless of its rows
@@ -239,11 +207,11 @@ def test_invalid_arguments_are_refused(plan: Plan, device: DeviceProfile, option
 def test_a_profile_of_something_else_is_refused(plan: Plan) -> None:
     good = {"prompt_length": 64, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
     with pytest.raises(ConfigError, match="measured with scheme w8a16 and chunks of 32, not float and 32"):
-        simulate(plan, measured(plan), **{**good, "scheme": "float"})
+        simulate(plan, toy_profile(plan), **{**good, "scheme": "float"})
     with pytest.raises(ConfigError, match="with 1 threads, not 2"):
-        simulate(plan, measured(plan), **good, threads=2)
+        simulate(plan, toy_profile(plan), **good, threads=2)
     other = replace(SMALL, attention_bias=True, num_layers=1).plan()
-    trimmed = measured(other)
+    trimmed = toy_profile(other)
     trimmed.budgets[1].subgraphs.pop("head")
     with pytest.raises(ConfigError, match="has no subgraph head"):
         simulate(other, trimmed, **good)
@@ -252,7 +220,7 @@ def test_a_profile_of_something_else_is_refused(plan: Plan) -> None:
 def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> None:
     """`chunkrt profile` recovers the known costs of simulated runs."""
     options = {"chunk_length": 32, "scheme": "w8a16"}
-    truth = measured(plan, threads=2, speeds=(1.0, 0.6))
+    truth = toy_profile(plan, threads=2, speeds=(1.0, 0.6))
     runs = [simulate(plan, truth, prompt_length=n, policy="sequential", **options).records[0] for n in (256, 16)]
     costs = learn_costs(plan, runs)
     assert set(costs) == set(twins(plan).values())
@@ -281,8 +249,7 @@ def test_costs_of_decode_are_learnt_back_from_simulated_servers(plan: Plan, is_m
         )
         for name in names
     }
-    budget = replace(measured(plan).budgets[1], step_us=50.0, token_us=10.0, decode=costs)
-    truth = replace(measured(plan), budgets={1: budget})
+    truth = toy_profile(plan, step_us=50.0, token_us=10.0, decode=costs)
     runs = [
         simulate_serving(
             plan,
@@ -367,7 +334,7 @@ def test_a_wrong_command_is_refused(arguments: list[str], message: str) -> None:
 
 def test_the_command_takes_a_measured_profile(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
-    path.write_text(write_measured(measured(find_shape("gemma-2b").plan())), encoding="utf-8")
+    path.write_text(write_measured(toy_profile(find_shape("gemma-2b").plan())), encoding="utf-8")
     rows = run_cli("gemma-2b", "--device", str(path), "-p", "64")
     assert [row["chunk_length"] for row in rows] == [32]
     assert rows[0]["energy_joules"] is None

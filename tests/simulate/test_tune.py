@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 import chunkrt
 import chunkrt.simulate.tune as search
@@ -184,13 +185,6 @@ def test_the_bound_is_below_every_choice_and_the_gap_is_that_of_the_best(tuned: 
             assert searched.found_cut[:2] == (on_npu, len(placed.subgraphs) - on_npu)
 
 
-def test_pareto_front_has_every_choice_that_no_other_exceeds(tuned: Tuned) -> None:
-    points = {(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0) for c in tuned.choices}
-    front = {p for p in points if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)}
-    assert {(c.time_ms, c.peak_memory_bytes, c.energy_joules) for c in tuned.pareto} == front
-    assert len(tuned.pareto) == len(front)
-
-
 def test_p95_is_the_time_that_one_of_twenty_prompts_exceeds() -> None:
     lengths = [32] * 18 + [64, 500]
     found = tune(SMALL, "sd8gen3", prompt_lengths=lengths, chunk_lengths=[32, 64], objective="p95", workers=1)
@@ -305,6 +299,7 @@ def test_divergence_is_an_axis_of_the_pareto_front(of_qualities: Tuned) -> None:
     points = {(c.time_ms, c.peak_memory_bytes, c.energy_joules or 0.0, c.mean_kl or 0.0) for c in of_qualities.choices}
     front = {p for p in points if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)}
     assert {(c.time_ms, c.peak_memory_bytes, c.energy_joules, c.mean_kl) for c in of_qualities.pareto} == front
+    assert len(of_qualities.pareto) == len(front)
     assert {c.mean_kl for c in of_qualities.pareto} > {0.006}
     assert max(c.time_ms for c in of_qualities.pareto if c.mean_kl == 0.006) > of_qualities.pareto[0].time_ms
 
@@ -455,9 +450,7 @@ def test_an_evaluation_without_a_base_has_no_divergence(evaluations, tmp_path: P
 
 def test_command_refuses_evaluations_of_another_checkpoint(command, evaluations, tmp_path: Path) -> None:
     options = ["--device", "sd8gen3", "-o", tmp_path / "tuned.toml", "--quality", evaluations["w8a16"]]
-    finished = command("tune", checkpoint("lfm2"), *options)
-    assert (finished.status, finished.out) == (1, "")
-    assert "evaluates another checkpoint" in finished.err
+    expect_one_line(command("tune", checkpoint("lfm2"), *options), "evaluates another checkpoint", 1)
 
 
 def test_an_engine_directory_has_the_divergence_of_its_own_scheme(command, evaluations, tmp_path: Path) -> None:
@@ -618,13 +611,16 @@ def test_command_prints_the_partitions_of_rule_and_optimiser_and_the_front(comma
 def test_a_list_of_layers_is_searched_as_the_same_placement_in_a_file(command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('"model.layers.*" = "cpu"\n"model.layers.1" = "npu"\n')
-    options = ["--chunk", "32", "-p", "20", "--json", "--place", "layers=1", "--place", mine]
-    finished = command("tune", GGUF, "--device", "sdxelite", "-o", tmp_path / "tuned.toml", *options)
+    out = tmp_path / "tuned.toml"
+    options = ["--chunk", "32", "-p", "20", "--json", "--memory", "1 GiB", "--place", "layers=1", "--place", mine]
+    finished = command("tune", GGUF, "--device", "sdxelite", "-o", out, *options)
     assert finished.status == 0, finished.err
+    found = json.loads(finished.out)
+    assert (found["settings"], found["memory_bytes"]) == (read_settings(out), 2**30)
     of = {
         name: [
             {key: value for key, value in choice.items() if key != "partition"}
-            for choice in json.loads(finished.out)["choices"]
+            for choice in found["choices"]
             if choice["partition"] == name
         ]
         for name in ("layers=1", str(mine))
@@ -635,18 +631,6 @@ def test_a_list_of_layers_is_searched_as_the_same_placement_in_a_file(command, t
     options = ["--device", "sdxelite", "-p", "20", "--chunk", "32", "--place", "layers=1", "--json"]
     [alone] = json.loads(command("simulate", GGUF, *options).out)
     assert of["layers=1"][0]["time_ms"] == pytest.approx(alone["time_to_first_token_ms"])
-
-
-def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text('"model.layers.1" = "cpu"\n')
-    out = tmp_path / "tuned.toml"
-    options = ["--chunk", "32", "-p", "20,64", "--place", mine, "--memory", "1 GiB", "--json"]
-    finished = command("tune", GGUF, "--device", "sdxelite", "-o", out, *options)
-    found = json.loads(finished.out)
-    assert found["settings"] == read_settings(out)
-    assert found["memory_bytes"] == 2**30
-    assert str(mine) in {choice["partition"] for choice in found["choices"]}
 
 
 @pytest.mark.parametrize(
@@ -680,10 +664,9 @@ def test_a_wrong_command_prints_one_line_and_writes_nothing(command, tmp_path: P
     if "--dask" in options:
         pytest.importorskip("distributed", reason="distributed is not installed")
     options = [str(tmp_path / option) if option.startswith(("tuned", "nowhere")) else option for option in options]
-    finished = command("tune", GGUF, "--device", "sd8gen3", "-p", "64", "-o", tmp_path / "tuned.toml", *options)
-    assert (finished.status, finished.out) == (1, "")
-    assert message in finished.err
-    assert finished.err.count("\n") == 1
+    expect_one_line(
+        command("tune", GGUF, "--device", "sd8gen3", "-p", "64", "-o", tmp_path / "tuned.toml", *options), message, 1
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -735,10 +718,11 @@ def test_an_engine_directory_that_the_npu_does_not_run_is_refused(command, tmp_p
     """Without a SoC, `w8a8` has outputs in float."""
     folder = tmp_path / "engine"
     command("compile", GGUF, "-o", folder, "--scheme", "w8a8")
-    finished = command("tune", folder, "--device", "sd8gen3", "-o", tmp_path / "tuned.toml")
-    assert (finished.status, finished.out) == (1, "")
-    assert "was compiled under w8a8, which the NPU does not run: MatMul of u8 by s8 into float32" in finished.err
-    assert finished.err.count("\n") == 1
+    expect_one_line(
+        command("tune", folder, "--device", "sd8gen3", "-o", tmp_path / "tuned.toml"),
+        "was compiled under w8a8, which the NPU does not run: MatMul of u8 by s8 into float32",
+        1,
+    )
 
 
 @pytest.fixture(scope="module")

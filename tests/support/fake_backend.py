@@ -17,10 +17,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.backends.base import Executable
 from chunkrt.graph.plan import ALL_REDUCE_OP, Device, Node, Plan, Subgraph, Tensor, resolve
 from chunkrt.runtime.batcher import BATCHERS
 from chunkrt.runtime.executor import Executor, ExecutorSet
+from chunkrt.runtime.policy import Policy, find_policy
 from chunkrt.runtime.request import Request
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.scheduler import Scheduler
 from chunkrt.runtime.tasks import Processor
 
@@ -280,6 +283,27 @@ def shared_cpu(workers: int) -> list[Processor]:
     return [Processor(name="cpu", devices=frozenset({"npu", "cpu"}), workers=workers)]
 
 
+def make_schedule(
+    plan: Plan,
+    num_chunks: int,
+    *,
+    policy: str | Policy = "in_order",
+    in_flight: int = 8,
+    all_logits: bool = False,
+    processors: Sequence[Processor] | None = None,
+    durations: Sequence[Sequence[int]] | None = None,
+) -> Schedule:
+    """Return a schedule of chunks, of which the last, or all, have logits."""
+    return Schedule(
+        plan,
+        routes=plan.flow.routes(num_chunks, range(0 if all_logits else num_chunks - 1, num_chunks)),
+        chunks_in_flight=in_flight,
+        processors=processors or npu_and_cpu(),
+        policy=find_policy(policy),
+        durations=durations,
+    )
+
+
 def tokens(num_tokens: int, start: int = 0) -> NDArray[np.int64]:
     """Return distinct token ids, so that tag // chunk length is the chunk."""
     return np.arange(start, start + num_tokens, dtype=np.int64)
@@ -321,6 +345,20 @@ class LoneExecutor(Executor):
     """Executor with a scheduler of its own."""
 
     _scheduler: Scheduler | None = None
+
+    def __init__(
+        self,
+        plan: Plan,
+        executables: Mapping[str, Executable] | None = None,
+        *,
+        chunk_length: int = 8,
+        processors: Sequence[Processor] | None = None,
+        policy: str | Policy = "in_order",
+        **options: Any,
+    ) -> None:
+        chosen, policy = npu_and_cpu() if processors is None else processors, find_policy(policy)
+        options |= {"chunk_length": chunk_length, "processors": chosen, "policy": policy}
+        super().__init__(plan, executables or make_executables(plan), **options)
 
     def run(self, request: Request) -> Request:
         """Compute a request, and return it."""

@@ -51,6 +51,7 @@ def float64_logits(
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         qkv = norm(x, f"{layer}.input_layernorm") @ weights[f"{layer}.self_attn.qkv_proj.weight"]
+        qkv = qkv + weights.get(f"{layer}.self_attn.qkv_proj.bias", 0.0)
         q, k, v = np.split(qkv.reshape(len(tokens), -1, dim), [heads, heads + kv_heads], axis=1)
         q, k = rotated(q), rotated(k)
         k, v = (np.repeat(each, heads // kv_heads, axis=1) for each in (k, v))

@@ -25,7 +25,7 @@ from chunkrt.engine.loading import load_part
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.ranks.follower import Follower
 from chunkrt.engine.ranks.leader import Leader
-from chunkrt.runtime.ranks.messages import LocalCommunicator, local_communicators
+from chunkrt.runtime.ranks.messages import MessageCommunicator, local_communicators
 
 TIMEOUT = 60.0
 """Seconds after which ranks that wait for each other count as deadlocked."""
@@ -35,7 +35,7 @@ TIMEOUT = 60.0
 class Led:
     """Engines and communicators of all ranks; `engine` belongs to the leader."""
 
-    communicators: Sequence[LocalCommunicator]
+    communicators: Sequence[MessageCommunicator]
     leader: Leader
     engine: Engine
     of_followers: dict[int, LoadedModel] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from states import make_state
 import chunkrt
 from chunkrt.cli import main
 from chunkrt.errors import ChunkrtError
-from chunkrt.runtime.ranks import transport
+from chunkrt.runtime.ranks import mpi
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
 from chunkrt.runtime.request import Request
 
@@ -163,7 +163,7 @@ def signalled(name, *arguments):
 def silent(*arguments):
     """Request `chunkrt`; rank 1 stops in the middle of a prompt. With two ranks, rank 0 detects it sooner."""
     if (os.environ["PMI_RANK"], os.environ["PMI_SIZE"]) == ("0", "2"):
-        transport.LOST_S = 2.0
+        mpi.LOST_S = 2.0
     signalled("SIGSTOP", *arguments)
 
 
@@ -207,7 +207,7 @@ def plugged(folder, ranks, *arguments):
 
 def waiting(model):
     """Kill rank 1 while rank 0 waits for an event of its own and does not communicate."""
-    transport.GRACE_S = 0.0
+    mpi.GRACE_S = 0.0
     if os.environ["PMI_RANK"] == "1":
         load = chunkrt.engine.loading.load_part
 

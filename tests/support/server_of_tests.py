@@ -1,6 +1,7 @@
 """A server in a thread of this process, at a free port."""
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -40,3 +41,8 @@ def wait_until(holds):
     while not holds():
         assert time.monotonic() < latest
         time.sleep(0.01)
+
+
+def events_of(text):
+    """Return the events of a stream that contain an object."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import TokenLogProbabilities
@@ -28,6 +29,18 @@ def state_bytes(engine: Engine) -> int:
     before = engine.stats().cache_bytes
     with engine.session():
         return engine.stats().cache_bytes - before
+
+
+def note_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that is filled with the numbers of tokens of runs."""
+    ran, run = list[int](), engine.loaded.scheduler.run
+
+    def note(request: Request) -> Request:
+        ran.append(request.token_ids.size)
+        return run(request)
+
+    monkeypatch.setattr(engine.loaded.scheduler, "run", note)
+    return ran
 
 
 def saved_arrays(session: Session) -> dict[str, np.ndarray]:

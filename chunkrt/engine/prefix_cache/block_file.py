@@ -28,7 +28,7 @@ import xxhash
 from chunkrt.engine.prefix_cache.tree import STEP, Addition
 from chunkrt.files import check_regular, parse_json
 from chunkrt.runtime.buffers import Array
-from chunkrt.runtime.prefix import PrefixPiece, StateForms, TensorForm
+from chunkrt.runtime.prefix import PrefixPiece, StateForms
 
 MAGIC, FORMAT = b"CHKRTPFX", 1
 _START = struct.Struct("<8sII")
@@ -135,15 +135,12 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
 
 def _empty(header: Header, forms: StateForms) -> Addition:
     """Allocate arrays for all contents of a file."""
-
-    def empty(form: TensorForm) -> Array:
-        return form.empty(STEP)
-
     pieces = []
     for index, has_rings in enumerate(header.rings):
         start = header.start + index * STEP
-        rings = tuple(map(empty, forms.rings)) if has_rings else None
-        pieces.append(PrefixPiece(start, start + STEP, tuple(map(empty, forms.caches)), rings))
+        caches = tuple(stack.empty(STEP) for stack in forms.caches)
+        rings = tuple(stack.empty(STEP) for stack in forms.rings) if has_rings else None
+        pieces.append(PrefixPiece(start, start + STEP, caches, rings))
     recurrent = {
         position: tuple(np.empty(shape, np.float32) for shape in forms.recurrent.values())
         for position in header.recurrent

@@ -1,7 +1,7 @@
 """The prefix cache of an engine: results of sessions for reuse by sessions that begin with the same tokens.
 
-The cache is exact: a hit gives the same results as a prefill from the first token. `Exactness` defines the exact states
-and the possible ends of a hit.
+The cache is exact: a hit gives the same results as a prefill from the first token. `Reuse` defines the exact states,
+and `PrefixCache.step` the possible ends of a hit.
 
 Any thread may use the cache. The lock is held while the tree is searched or changed, but never during copies. A node
 that is evicted while another thread copies it stays in memory until the copy is done.
@@ -10,7 +10,6 @@ that is evicted while another thread copies it stays in memory until the copy is
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import count, pairwise
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -29,24 +28,11 @@ position the processors wait.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exactness:
-    """Conditions under which an engine computes bit-identical results.
-
-    Attributes:
-        step: chunks must begin at multiples of this number; otherwise results differ.
-        tokens_differ: True if single tokens are computed by another backend than prompts, with other rounding.
-    """
-
-    step: int
-    tokens_differ: bool
-
-
 class PrefixCache:
     """Contents of states for the first tokens of prompts.
 
     Args:
-        exactness: the engine's exactness.
+        step, tokens_differ: see `ExecutorSet.exact_step` and `ExecutorSet.tokens_differ`.
         chunk_length: the engine's chunk length.
         limit: maximum number of bytes in memory.
         store: storage outside this process, or None.
@@ -56,14 +42,15 @@ class PrefixCache:
 
     def __init__(
         self,
-        exactness: Exactness,
+        step: int,
+        tokens_differ: bool,
         chunk_length: int,
         limit: int,
         *,
         store: DiskStore | None = None,
         npu_health: NpuHealth | None = None,
     ) -> None:
-        self.exactness = exactness
+        self.step, self.tokens_differ = step, tokens_differ
         self.chunk_length = chunk_length
         self.limit = limit
         self.num_cached = 0
@@ -95,10 +82,10 @@ class PrefixCache:
         """
         if limit <= state.position or self._is_off():
             return None
-        root, clock = Root(salt, state.rope_offset), next(self._clock)
+        root, clock = (salt, state.rope_offset), next(self._clock)
         with self._lock:
             found = self._tree(root, state.forms).find(tokens, state.position, limit, clock)
-        if self._store is None or (found is not None and found.position + self.exactness.step > limit):
+        if self._store is None or (found is not None and found.position + self.step > limit):
             return found
         self._load(self._store, root, state.forms, tokens, clock)
         with self._lock:
@@ -110,7 +97,7 @@ class PrefixCache:
         """
         if not tokens or self._is_off():
             return
-        root, forms, clock = Root(salt, state.rope_offset), state.forms, next(self._clock)
+        root, forms, clock = (salt, state.rope_offset), state.forms, next(self._clock)
         with self._adding:
             with self._lock:
                 tree = self._tree(root, forms)
@@ -159,11 +146,11 @@ class PrefixCache:
             between = max(LEAST_BETWEEN_CUTS, forms.ring_slots)
         between = max(between // chunk, 1) * chunk
         with self._lock:
-            parting = self._tree(Root(salt, state.rope_offset), forms).matched(tokens) - state.position
+            parting = self._tree((salt, state.rope_offset), forms).matched(tokens) - state.position
         wanted = {*range(between, num_tokens, between), parting // chunk * chunk}
         if forms.recurrent:
             wanted.add((num_tokens - 1) // chunk * chunk)
-        least, cuts = 2 if self.exactness.tokens_differ else 1, [0]
+        least, cuts = 2 if self.tokens_differ else 1, [0]
         for cut in sorted(wanted):
             if cuts[-1] + least <= cut <= num_tokens - least:
                 cuts.append(cut)
@@ -200,7 +187,7 @@ class PrefixCache:
     def _tree(self, root: Root, forms: StateForms) -> PrefixTree:
         """Return the tree of a root. If no such tree exists, return an empty tree that is not part of the cache yet."""
         tree = self._trees.get(root)
-        return PrefixTree(forms, self.exactness.step) if tree is None else tree
+        return PrefixTree(forms, self.step) if tree is None else tree
 
     def _evict(self, limit: int, kept: Collection[TreeNode] = ()) -> None:
         """Remove the least recently used nodes like `evict`, and then remove empty trees."""
@@ -233,7 +220,7 @@ class Reuse:
         if self._cache is None or not self._goes_on_from(state.position):
             return None
         # At least one token must be run after the prefix, in the same way as in a prefill from the first token.
-        limit = min(limit, len(tokens) - (2 if self._cache.exactness.tokens_differ else 1))
+        limit = min(limit, len(tokens) - (2 if self._cache.tokens_differ else 1))
         return self._cache.find(tokens, state, limit, self._salt) if limit > state.position else None
 
     def take(self, prefix: Prefix, state: State) -> int:
@@ -266,10 +253,9 @@ class Reuse:
             return
         if self._cache.num_fallbacks != self._num_fallbacks:  # some results may be those of the CPU
             return
-        exactness = self._cache.exactness
-        if num_tokens > 1 or not exactness.tokens_differ:
+        if num_tokens > 1 or not self._cache.tokens_differ:
             end = position + num_tokens
-            self._num_exact = end - end % exactness.step
+            self._num_exact = end - end % self._cache.step
 
     def keep(self, tokens: Sequence[int], state: State) -> None:
         """Copy the exact part of the state to the cache."""
@@ -290,4 +276,4 @@ class Reuse:
 
     def _goes_on_from(self, position: int) -> bool:
         """Return True if runs from a position on give the same results as in a prefill from the first token."""
-        return self._cache is not None and position <= self._num_exact and position % self._cache.exactness.step == 0
+        return self._cache is not None and position <= self._num_exact and position % self._cache.step == 0

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +25,7 @@ import msgspec
 import numpy as np
 
 from chunkrt.engine.prefix_cache.block_file import Header, block_bytes, read_block, write_block
-from chunkrt.engine.prefix_cache.folder import CacheFolder
+from chunkrt.engine.prefix_cache.folder import path_of, write_file
 from chunkrt.engine.prefix_cache.tree import STEP, Addition, Root, TreeNode
 from chunkrt.errors import cause_of
 from chunkrt.runtime.buffers import Array
@@ -61,30 +62,19 @@ class _Save(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Owner:
-    """Engine to which files belong. `identity` contains everything that can change its results, as data for JSON."""
-
-    model: str
-    scheme: str
-    identity: Mapping[str, object]
-
-    def digest(self, forms: StateForms, root: Root) -> str:
-        """Return the hexadecimal SHA-256 of everything that the files depend on, including the salt."""
-        key = json.dumps([self.identity, forms.describe(), root.rope_offset, root.salt], sort_keys=True, default=list)
-        return hashlib.sha256(key.encode()).hexdigest()
-
-
 class DiskStore:
     """Store of files in a folder that other processes may use at the same time.
 
     Args:
         folder: folder of the files; it is created when the first file is written.
-        owner: the engine to which the files belong.
+        budget: maximum number of bytes of all files in the folder.
+        model, scheme: names of the engine's model and scheme.
+        identity: everything that can change the engine's results, as data for JSON.
     """
 
-    def __init__(self, folder: CacheFolder, owner: Owner) -> None:
-        self._folder, self._owner = folder, owner
+    def __init__(self, folder: Path, budget: int, *, model: str, scheme: str, identity: Mapping[str, object]) -> None:
+        self._folder, self._budget = folder, budget
+        self._model, self._scheme, self._identity = model, scheme, identity
         self._written: dict[str, frozenset[object]] = {}
         """Contents of written or read files by name, because recurrent tensors and rings may be added later than
         caches.
@@ -98,7 +88,7 @@ class DiskStore:
 
     def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
         """Yield the stored parts for some tokens, except for the first `known` tokens, one file at a time."""
-        engine = parent = self._owner.digest(forms, root)
+        engine = parent = self._digest(forms, root)
         for start in range(0, len(tokens), BLOCK):
             whole = tuple(tokens[start : start + BLOCK])
             if start + BLOCK > known:
@@ -157,7 +147,7 @@ class DiskStore:
         self, forms: StateForms, engine: str, parent: str, start: int, tokens: tuple[int, ...]
     ) -> Addition | None:
         name = chained(parent, tokens)
-        path = self._folder.file(name)
+        path = path_of(self._folder, name)
         expected = self._header(engine, parent, start, tokens, (), ())
         try:
             found = read_block(path, forms, expected)
@@ -173,14 +163,15 @@ class DiskStore:
         except OSError as error:  # not an error of the file: for example, too many files are open
             self._tell("read from", error)
             return None
-        self._folder.touch(name)
+        with suppress(OSError):
+            os.utime(path)  # record the use
         self._note(name, found)
         return found
 
     def _tell(self, what: str, error: Exception) -> None:
         """Report an error to the user, once."""
         reason = cause_of(error)
-        line = f"the prefix cache cannot {what} {self._folder.path} ({reason}); it continues in memory"
+        line = f"the prefix cache cannot {what} {self._folder} ({reason}); it continues in memory"
         if line not in self._told:
             self._told.add(line)
             log.warning("%s", line)
@@ -204,21 +195,29 @@ class DiskStore:
         queue.put(None)  # an interrupt while the thread was started may have left another one
 
     def _write(self, forms: StateForms, root: Root, steps: Sequence[_Step]) -> None:
-        engine = parent = self._owner.digest(forms, root)
+        engine = parent = self._digest(forms, root)
         for first in range(0, len(steps), BLOCK // STEP):
             several = steps[first : first + BLOCK // STEP]
             tokens = tuple(token for step in several for token in step.tokens)
             recurrent = {position: kept for step in several for position, kept in sorted(step.recurrent.items())}
             found = Addition(pieces=tuple(step.piece for step in several), recurrent=recurrent)
             name = chained(parent, tokens)
-            if not _parts(found) <= self._written.get(name, frozenset({None})) or not self._folder.file(name).exists():
+            is_known = _parts(found) <= self._written.get(name, frozenset({None}))
+            if not is_known or not path_of(self._folder, name).exists():
                 rings = tuple(piece.rings is not None for piece in found.pieces)
                 header = self._header(engine, parent, first * STEP, tokens, rings, tuple(recurrent))
                 size = block_bytes(header, found)
-                if not self._folder.write(name, size, partial(write_block, header=header, addition=found)):
+                write = partial(write_block, header=header, addition=found)
+                if not write_file(self._folder, name, size, self._budget, write):
                     return  # later files of the prompt would never be found
                 self._note(name, found)
             parent = name
+
+    def _digest(self, forms: StateForms, root: Root) -> str:
+        """Return the hexadecimal SHA-256 of everything that the files depend on, including the salt."""
+        salt, rope_offset = root
+        key = json.dumps([self._identity, forms.describe(), rope_offset, salt], sort_keys=True, default=list)
+        return hashlib.sha256(key.encode()).hexdigest()
 
     def _header(
         self,
@@ -230,8 +229,8 @@ class DiskStore:
         recurrent: tuple[int, ...],
     ) -> Header:
         return Header(
-            model=self._owner.model,
-            scheme=self._owner.scheme,
+            model=self._model,
+            scheme=self._scheme,
             engine=engine,
             parent=parent,
             start=start,

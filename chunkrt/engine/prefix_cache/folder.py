@@ -10,42 +10,33 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-SUFFIX = ".prefix"
-_NAME = re.compile(r"(\.?)([0-9a-f]{64})\.prefix(\.part)?")
+SUFFIX, PART = ".prefix", ".part"
+_NAME = re.compile(r"\.?[0-9a-f]{64}\.prefix(\.part)?")
 _LOCK = ".prefix.lock"
 SECONDS_TO_WAIT = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A file, its size in bytes, and the time of its last use."""
-
-    path: Path
-    num_bytes: int
-    used: float
-    is_part: bool
-
-
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> dict[Path, os.stat_result]:
     """Return the files of a prefix cache in a folder, and ignore other files. If the folder does not exist, return no
-    files.
+    files. The time of a file's modification is that of its last use.
     """
-    found = []
+    found = {}
     with suppress(OSError), os.scandir(folder) as listed:
         for item in listed:
-            if match := _NAME.fullmatch(item.name):
+            if _NAME.fullmatch(item.name):
                 with suppress(OSError):  # removed by another process
-                    stat = item.stat(follow_symlinks=False)
-                    is_part = bool(match[1] or match[3])
-                    path = folder / item.name
-                    found.append(Entry(path=path, num_bytes=stat.st_size, used=stat.st_mtime, is_part=is_part))
+                    found[folder / item.name] = item.stat(follow_symlinks=False)
     return found
+
+
+def is_part(path: Path) -> bool:
+    """Return True for a file that is incomplete."""
+    return path.name.startswith(".") or path.suffix == PART
 
 
 def clear(folder: Path) -> int:
@@ -53,58 +44,50 @@ def clear(folder: Path) -> int:
     removed."""
     freed = 0
     with _writer(folder):
-        for entry in entries(folder):
-            entry.path.unlink(missing_ok=True)
-            freed += entry.num_bytes
+        for path, stat in entries(folder).items():
+            path.unlink(missing_ok=True)
+            freed += stat.st_size
     return freed
 
 
-class CacheFolder:
-    """A folder with a limit on its total number of bytes."""
+def path_of(folder: Path, name: str) -> Path:
+    """Return the path of a file, which may not exist."""
+    return folder / f"{name}{SUFFIX}"
 
-    def __init__(self, path: Path, budget: int) -> None:
-        self.path, self.budget = path, budget
 
-    def file(self, name: str) -> Path:
-        """Return the path of a file, which may not exist."""
-        return self.path / f"{name}{SUFFIX}"
+def write_file(folder: Path, name: str, num_bytes: int, budget: int, write: Callable[[BinaryIO], object]) -> bool:
+    """Write a file of about `num_bytes` bytes under a temporary name, and then rename it.
 
-    def touch(self, name: str) -> None:
-        """Record the use of a file."""
-        with suppress(OSError):
-            os.utime(self.file(name))
+    Return False if the file exceeds `budget`, the maximum number of bytes of all files.
 
-    def write(self, name: str, num_bytes: int, write: Callable[[BinaryIO], object]) -> bool:
-        """Write a file of about `num_bytes` bytes under a temporary name, and then rename it.
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if num_bytes > budget:
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    with _writer(folder):
+        _make_room(folder, budget - num_bytes)
+        aside = folder / f".{name}{SUFFIX}{PART}"
+        try:
+            with aside.open("wb") as file:
+                write(file)
+            aside.replace(path_of(folder, name))
+        finally:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+    return True
 
-        Return False if the file exceeds the limit.
 
-        Raises:
-            OSError: the file cannot be written.
-        """
-        if num_bytes > self.budget:
-            return False
-        self.path.mkdir(parents=True, exist_ok=True)
-        with _writer(self.path):
-            self._make_room(num_bytes)
-            aside = self.path / f".{name}{SUFFIX}.part"
-            try:
-                with aside.open("wb") as file:
-                    write(file)
-                aside.replace(self.file(name))
-            finally:
-                with suppress(OSError):
-                    aside.unlink(missing_ok=True)
-        return True
-
-    def _make_room(self, num_bytes: int) -> None:
-        found = entries(self.path)
-        total = sum(entry.num_bytes for entry in found)
-        for entry in sorted(found, key=lambda entry: (not entry.is_part, entry.used)):
-            if not entry.is_part and total + num_bytes <= self.budget:
-                return
-            entry.path.unlink(missing_ok=True)
-            total -= entry.num_bytes
+def _make_room(folder: Path, limit: int) -> None:
+    """Remove incomplete files, and the least recently used other files that exceed a limit."""
+    found = entries(folder)
+    total = sum(stat.st_size for stat in found.values())
+    for path in sorted(found, key=lambda path: (not is_part(path), found[path].st_mtime)):
+        if not is_part(path) and total <= limit:
+            return
+        path.unlink(missing_ok=True)
+        total -= found[path].st_size
 
 
 @contextmanager

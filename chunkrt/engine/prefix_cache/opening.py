@@ -16,9 +16,8 @@ from chunkrt.backends.registry import NATIVE
 from chunkrt.checkpoints import catalogue
 from chunkrt.engine import options as engine_options
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
-from chunkrt.engine.prefix_cache.disk import DiskStore, Owner
-from chunkrt.engine.prefix_cache.folder import CacheFolder
+from chunkrt.engine.prefix_cache.cache import PrefixCache
+from chunkrt.engine.prefix_cache.disk import DiskStore
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS
 from chunkrt.errors import ConfigError
 
@@ -39,9 +38,7 @@ def own_folder() -> Path:
     return catalogue.home() / "prefixes"
 
 
-def open_cache(
-    engine: LoadedModel, exactness: Exactness, *, has_ranks: bool, npu_health: NpuHealth | None
-) -> PrefixCache | None:
+def open_cache(engine: LoadedModel, *, has_ranks: bool, npu_health: NpuHealth | None) -> PrefixCache | None:
     """Open the prefix cache that an engine's options request. Return None if it is off.
 
     Raises:
@@ -64,17 +61,27 @@ def open_cache(
             raise ConfigError(
                 f"`prefix_cache` is {str(place)!r}, which is not a folder; choose memory, disk, off or a folder"
             )
-        store = DiskStore(CacheFolder(folder, options.prefix_cache_disk or DISK_BYTES), _owner(engine, exactness))
+        store = DiskStore(
+            folder,
+            options.prefix_cache_disk or DISK_BYTES,
+            model=engine.manifest.model,
+            scheme=engine.manifest.scheme.name,
+            identity=_identity(engine),
+        )
     limit = options.prefix_cache_memory or default_bytes()
-    return PrefixCache(exactness, engine.chunk_length, limit, store=store, npu_health=npu_health)
+    executors, chunk_length = engine.scheduler.executors, engine.chunk_length
+    return PrefixCache(
+        executors.exact_step, executors.tokens_differ, chunk_length, limit, store=store, npu_health=npu_health
+    )
 
 
-def _owner(engine: LoadedModel, exactness: Exactness) -> Owner:
-    """Return the owner of the files, whose identity contains everything that can change the contents of a state."""
-    options, manifest = engine.options, engine.manifest
+def _identity(engine: LoadedModel) -> dict[str, object]:
+    """Return everything that can change the contents of a state."""
+    options, manifest, executors = engine.options, engine.manifest, engine.scheduler.executors
+    step = executors.exact_step
     backends = engine.npu_backend.name, engine.cpu_backend.name
     has_htp = backends[0] == QNN
-    identity = {
+    return {
         "chunkrt": [
             __version__,
             native_digest(),
@@ -84,12 +91,11 @@ def _owner(engine: LoadedModel, exactness: Exactness) -> Owner:
         "backends": backends,
         "kernels": selected_kernels() if NATIVE in backends else {},
         "NPU": [str(getattr(engine.npu_backend, "soc", "")), *_on_npu(options)] if has_htp else [],
-        "chunks": [exactness.step, exactness.tokens_differ, engine.chunk_length if exactness.step > 1 else 0],
+        "chunks": [step, executors.tokens_differ, engine.chunk_length if step > 1 else 0],
         "operators": repr(options.ops),
         "outputs": options.outputs,
         "raw keys": options.context_shift,
     }
-    return Owner(model=manifest.model, scheme=manifest.scheme.name, identity=identity)
 
 
 def _on_npu(options: EngineOptions) -> list[object]:

@@ -13,7 +13,6 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms
@@ -28,16 +27,11 @@ NODE_BYTES = 1024
 Tokens = tuple[int, ...]
 
 
-class Root(NamedTuple):
-    """Properties, in addition to tokens, that the prefixes of one tree have in common.
-
-    Attributes:
-        salt: a string that separates trust domains; a prefix under one salt is never found under another.
-        rope_offset: the first row of the rotary tables that the states use.
-    """
-
-    salt: str
-    rope_offset: int
+Root = tuple[str, int]
+"""Properties, in addition to tokens, that the prefixes of one tree have in common: a salt, which separates trust
+domains, because a prefix under one salt is never found under another; and the first row of the rotary tables that the
+states use.
+"""
 
 
 class TreeNode:

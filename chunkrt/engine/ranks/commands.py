@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt import errors
-from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import BackendError, ChunkrtError
 from chunkrt.runtime.request import Logits
 
@@ -27,23 +25,8 @@ class Reference(NamedTuple):
     number: int
 
 
-class RankPath(NamedTuple):
-    """Placeholder for a path that differs on each rank: the leader's path, with the rank appended."""
-
-    path: Path
-
-    def of(self, rank: int) -> Path:
-        """Return the path for a follower."""
-        return self.path.with_name(f"{self.path.name}.rank{rank}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Open:
-    """Command to load a model. The reply is the engine's identity."""
-
-    model: str
-    options: EngineOptions
-    result: int
+FOLLOWER = 0
+"""Number of the follower itself among its objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +35,7 @@ class Call:
 
     Attributes:
         result: number under which the follower stores the result, or None.
-        has_reply: True if the call may fail, so the follower replies.
+        has_reply: True if the call may fail, so the follower replies, with the result if it does not store it.
     """
 
     target: int
@@ -94,17 +77,10 @@ class Compute:
         return len(self.parts) > 1 or self.parts[0].token_ids.size == 1
 
 
-class Message(NamedTuple):
-    """A command with earlier calls that were postponed.
-
-    Attributes:
-        before: the postponed calls, which are executed first.
-        forgotten: numbers of objects that are no longer needed.
-    """
-
-    command: Open | Call | Compute
-    before: tuple[Call, ...]
-    forgotten: tuple[int, ...]
+Message = tuple[Call | Compute, tuple[Call, ...], tuple[int, ...]]
+"""A command, earlier calls that were postponed, which are executed first, and the numbers of objects that are no longer
+needed.
+"""
 
 
 def reply(value: object = None, error: BaseException | None = None) -> bytes:

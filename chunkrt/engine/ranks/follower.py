@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, RankPath, Reference, reply
+from chunkrt.engine.ranks.commands import FOLLOWER, Call, Compute, Message, Reference, reply
 from chunkrt.errors import BackendError, ClosedError, DeviceLostError
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.messages import MessageCommunicator
@@ -30,7 +31,7 @@ class Follower:
     ) -> None:
         self._communicator = communicator
         self._load = load
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, Any] = {FOLLOWER: self}
 
     def serve(self) -> int:
         """Execute the leader's commands until the leader ends, and return the exit status. Rank 0 reports errors."""
@@ -39,12 +40,13 @@ class Follower:
             while True:
                 number += 1
                 payload = self._communicator.take(Envelope(Channel.COMMAND, number), [0])[0]
-                message = Message._make(pickle.loads(payload))
-                for call in message.before:
+                message: Message = pickle.loads(payload)
+                command, before, forgotten = message
+                for call in before:
                     self._call(call)
-                for old in message.forgotten:
+                for old in forgotten:
                     self._objects.pop(old, None)
-                self._obey(number, message.command)
+                self._obey(number, command)
         except ClosedError:
             return 0
         except DeviceLostError:
@@ -53,39 +55,47 @@ class Follower:
             self._communicator.leave(f"rank {self._communicator.rank} failed: {type(error).__name__}: {error}")
             return 1
 
-    def _obey(self, number: int, command: Open | Call | Compute) -> None:
+    def open(self, number: int, model: str, options: EngineOptions) -> Mapping[str, object]:
+        """Load a model, store it under a number, and return its identity."""
+        engine = self._objects[number] = self._load(model, options, self._communicator)
+        return engine.identity
+
+    def save(self, state: int, path: Path) -> None:
+        """Save a state to this rank's file next to the leader's."""
+        self._objects[state].save(self._own(path))
+
+    def load(self, state: int, path: Path) -> None:
+        """Load a state from this rank's file next to the leader's."""
+        self._objects[state].load(self._own(path))
+
+    def _own(self, path: Path) -> Path:
+        return path.with_name(f"{path.name}.rank{self._communicator.rank}")
+
+    def _obey(self, number: int, command: Call | Compute) -> None:
         if isinstance(command, Compute):
             self._compute(number, command)
-        elif isinstance(command, Open):
-            self._reply(number, lambda: self._open(command))
         elif command.has_reply:
-            self._reply(number, lambda: self._call(command))
+            try:
+                answer = reply(self._call(command))
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                answer = reply(error=error)
+            self._communicator.send(Envelope(Channel.REPLY, number), answer, to=[0])
         else:
             self._call(command)
 
-    def _reply(self, number: int, do: Callable[[], object]) -> None:
-        try:
-            answer = reply(do())
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            answer = reply(error=error)
-        self._communicator.send(Envelope(Channel.REPLY, number), answer, to=[0])
-
-    def _open(self, command: Open) -> object:
-        engine = self._objects[command.result] = self._load(command.model, command.options, self._communicator)
-        return engine.identity
-
-    def _call(self, command: Call) -> None:
+    def _call(self, command: Call) -> object:
+        """Call a method, and store or return its result."""
         method = getattr(self._objects[command.target], command.method)
         result = method(*map(self._resolve, command.arguments))
-        if command.result is not None:
-            self._objects[command.result] = result
+        if command.result is None:
+            return result
+        self._objects[command.result] = result
+        return None
 
     def _resolve(self, argument: object) -> object:
-        if isinstance(argument, Reference):
-            return self._objects[argument.number]
-        return argument.of(self._communicator.rank) if isinstance(argument, RankPath) else argument
+        return self._objects[argument.number] if isinstance(argument, Reference) else argument
 
     def _compute(self, number: int, command: Compute) -> None:
         """Compute this rank's part of some work. The states advance when the leader reports that its own states have

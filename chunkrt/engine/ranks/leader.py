@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, Part, RankPath, Reference, read_reply
+from chunkrt.engine.ranks.commands import FOLLOWER, Call, Compute, Message, Part, Reference, read_reply
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
@@ -47,7 +47,8 @@ class Leader:
     def open(self, model: str, options: EngineOptions) -> EngineMirror:
         """Load a model on the followers, concurrently with this process."""
         number = self.new_number()
-        return EngineMirror(self, number, self.tell(Open(model=model, options=options, result=number)))
+        call = Call(target=FOLLOWER, method="open", arguments=(number, model, options), has_reply=True)
+        return EngineMirror(self, number, self.tell(call))
 
     def new_number(self) -> int:
         """Return a new number for an object; see `tell`."""
@@ -55,13 +56,13 @@ class Leader:
             self._num_objects += 1
             return self._num_objects
 
-    def tell(self, command: Open | Call | Compute) -> int:
+    def tell(self, command: Call | Compute) -> int:
         """Send a command to all followers without waiting, and return its number."""
         with self.communicator.interrupts, self._lock:
             forgotten = _emptied(
                 self._forgotten
             )  # postponed calls come first, because they may use an object that is then forgotten
-            message = Message(command, _emptied(self._waiting), forgotten)
+            message: Message = command, _emptied(self._waiting), forgotten
             self._num_commands += 1
             number = self._num_commands
             if isinstance(command, Compute):
@@ -307,7 +308,7 @@ class _MirroredState(State):
     def save(self, path: str | os.PathLike[str] | StateFile) -> None:
         """See `State.save`. Every other rank writes a separate file, with ".rank1" and so on at the end of its name."""
         super().save(path)
-        self._leader.ask(self.number, "save", RankPath(state_file(path).path))
+        self._leader.ask(FOLLOWER, "save", self.number, state_file(path).path)
 
     def load(self, path: str | os.PathLike[str] | StateFile) -> None:
         """See `State.load`. `save` must have written the files with the same number of ranks."""
@@ -315,7 +316,7 @@ class _MirroredState(State):
         try:
             with self._mirrored(None):
                 super().load(path)
-            self._leader.ask(self.number, "load", RankPath(state_file(path).path))
+            self._leader.ask(FOLLOWER, "load", self.number, state_file(path).path)
         except BaseException:
             self.restore(before)
             raise

@@ -1,7 +1,7 @@
 """The carrier of messages, which passes outgoing messages to MPI and receives incoming messages from it.
 
-Only one thread at a time calls MPI: the transport's thread, or a thread that waits for a message and has no other work.
-If the waiting thread calls MPI itself, a message needs two thread switches less.
+Only one thread at a time calls MPI: the communicator's thread, or a thread that waits for a message and has no other
+work. If the waiting thread calls MPI itself, a message needs two thread switches less.
 """
 
 from __future__ import annotations

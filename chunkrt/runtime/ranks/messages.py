@@ -4,10 +4,8 @@ of one process, for tests and for use without MPI.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,38 +15,47 @@ from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 
 
-class MessageCommunicator(ABC):
-    """One rank's end of the link; see `Communicator`.
+class MessageCommunicator:
+    """One rank's end of the link; see `Communicator`. The ranks are threads of one process, which put their messages
+    into each other's mailboxes; a subclass sends messages in another way.
 
     Work that the leading rank starts on all ranks is numbered. Any rank may use the number to abort the work on all
     ranks.
+
+    Args:
+        ranks: rank and number of ranks.
+        mailboxes: the mailbox of this rank, and those of the ranks in the same process, by rank.
     """
 
-    interrupts: AbstractContextManager[object]
+    interrupts: AbstractContextManager[object] = nullcontext()
     """Context manager in whose block no interrupt reaches the main thread."""
 
-    def __init__(self, ranks: Ranks, mailbox: Mailbox) -> None:
+    def __init__(self, ranks: Ranks, mailboxes: Mapping[int, Mailbox]) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        self._mailbox = mailbox
+        self._mailboxes, self._mailbox = mailboxes, mailboxes[self.rank]
 
-    @abstractmethod
     def share_of(self, cpus: Collection[int]) -> int:
         """Return the number of threads for this rank, given the CPUs that it may use. Ranks on one machine share their
         CPUs.
         """
+        return max(1, len(cpus) // self.size)
 
-    @abstractmethod
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
         """Send a copy of a message to the given ranks, by default to all others. Return immediately."""
+        data = as_bytes(payload).copy().data
+        for rank in self.others if to is None else to:
+            self._mailboxes[rank].deliver(envelope, self.rank, data)
 
-    @abstractmethod
     def leave(self, why: str) -> None:
         """End this rank, and report the reason to the other ranks, which then end too."""
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(DeviceLostError(why))
 
-    @abstractmethod
     def close(self) -> None:
         """See `Communicator.close`."""
+        for rank, mailbox in self._mailboxes.items():
+            mailbox.fail(DeviceLostError(f"rank {self.rank} has left, so {Ranks(rank, self.size)} cannot continue"))
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
         """Wait for messages; see `Mailbox.take`."""
@@ -135,61 +142,21 @@ AT_ONCE_BYTES = 16 * 1024
 """Maximum number of additional bytes for an exchange in one step instead of two."""
 
 
-class _Exchange(NamedTuple):
-    """Cost of one sum.
-
-    Attributes:
-        steps: number of messages that depend on each other.
-        sent_bytes: number of bytes that a rank sends; it receives the same number.
-    """
-
-    steps: int
-    sent_bytes: float
-
-
 def is_sent_whole(num_bytes: int, size: int) -> bool:
     """Return True if a sum of `num_bytes` over `size` ranks is exchanged in one step."""
     return num_bytes * (size - 2) <= AT_ONCE_BYTES
 
 
-def exchange_of(num_bytes: int, size: int) -> _Exchange:
-    """Return the cost of a sum of `num_bytes` over `size` ranks, at least 2."""
+def exchange_of(num_bytes: int, size: int) -> tuple[int, float]:
+    """Return the cost of a sum of `num_bytes` over `size` ranks, at least 2: the number of messages that depend on each
+    other, and the number of bytes that a rank sends, which equals the number that it receives.
+    """
     if is_sent_whole(num_bytes, size):
-        return _Exchange(1, float(num_bytes * (size - 1)))
-    return _Exchange(2, 2 * (size - 1) / size * num_bytes)
+        return 1, float(num_bytes * (size - 1))
+    return 2, 2 * (size - 1) / size * num_bytes
 
 
-def local_communicators(size: int) -> list[LocalCommunicator]:
+def local_communicators(size: int) -> list[MessageCommunicator]:
     """Return the communicators of `size` connected ranks. Raise ConfigError if `Ranks` rejects the size."""
-    mailboxes = [Mailbox() for _ in range(size)]
-    return [LocalCommunicator(Ranks(rank, size), mailboxes) for rank in range(size)]
-
-
-class LocalCommunicator(MessageCommunicator):
-    """One rank's end of the link; see `Communicator`. Its messages are put into the other ranks' mailboxes."""
-
-    interrupts = nullcontext()
-
-    def __init__(self, ranks: Ranks, mailboxes: Sequence[Mailbox]) -> None:
-        super().__init__(ranks, mailboxes[ranks.rank])
-        self._mailboxes = mailboxes
-
-    def share_of(self, cpus: Collection[int]) -> int:
-        """See `MessageCommunicator.share_of`."""
-        return max(1, len(cpus) // self.size)
-
-    def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
-        """See `MessageCommunicator.send`."""
-        data = as_bytes(payload).copy().data
-        for rank in self.others if to is None else to:
-            self._mailboxes[rank].deliver(envelope, self.rank, data)
-
-    def leave(self, why: str) -> None:
-        """See `MessageCommunicator.leave`."""
-        for mailbox in self._mailboxes:
-            mailbox.fail(DeviceLostError(why))
-
-    def close(self) -> None:
-        """See `Communicator.close`."""
-        for rank, mailbox in enumerate(self._mailboxes):
-            mailbox.fail(DeviceLostError(f"rank {self.rank} has left, so {Ranks(rank, self.size)} cannot continue"))
+    mailboxes = {rank: Mailbox() for rank in range(size)}
+    return [MessageCommunicator(Ranks(rank, size), mailboxes) for rank in range(size)]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, get_args
+from typing import IO, Any, get_args
 
 from chunkrt.backends.base import Passage
 from chunkrt.backends.fallback import STATUSES, NpuState
@@ -42,17 +42,10 @@ MOST_WORKERS = 4096
 LARGEST = 1 << 62
 
 
-class Trace(NamedTuple):
-    """Content of a trace file.
-
-    Attributes:
-        npu: states of the NPU at the end of the traced runs, one for each engine that used an NPU; empty if an older
-            version of chunkrt wrote the file.
-    """
-
-    title: str
-    records: list[RunRecord]
-    npu: list[NpuState]
+Trace = tuple[str, list[RunRecord], list[NpuState]]
+"""Content of a trace file: the title, the records, and the states of the NPU at the end of the traced runs, one for
+each engine that used an NPU. There are no states if an older version of chunkrt wrote the file.
+"""
 
 
 def check_trace_path(path: Path) -> None:
@@ -93,7 +86,7 @@ def write_trace(path: Path, records: Sequence[RunRecord], title: str, npu: Seque
 
 def read_trace(path: Path) -> list[RunRecord]:
     """Read the records that `write_trace` wrote, in the same order. The errors are those of `read_trace_file`."""
-    return read_trace_file(path).records
+    return read_trace_file(path)[1]
 
 
 def read_trace_file(path: Path) -> Trace:
@@ -122,7 +115,7 @@ def parse_trace(data: Any, path: Path) -> Trace:
         raise ConfigError(f"{path} is JSON, but not in the format {FORMAT!r}; {_HINT}")
     try:
         npu = [_npu_state(state) for state in about.get("npu", ())]
-        return Trace(_text(about.get("title", "")), _records(data["traceEvents"], about), npu)
+        return _text(about.get("title", "")), _records(data["traceEvents"], about), npu
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the trace in {path} is damaged ({problem}); {_HINT}") from error

@@ -8,8 +8,8 @@ from typing import Any
 
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.idle import CAUSES, ProcessorTime, where_time_went
-from chunkrt.runtime.trace.shared import Packing, joined, packing
-from chunkrt.runtime.trace.utilisation import LinkTime, link_time
+from chunkrt.runtime.trace.shared import joined, packing
+from chunkrt.runtime.trace.utilisation import link_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,13 @@ class Group:
         return sum(record.end_ns - record.start_ns for record in joined(self.records))
 
     @property
-    def packing(self) -> Packing | None:
-        """Statistics of shared chunks; None for other runs."""
+    def packing(self) -> dict[str, Any] | None:
+        """Statistics of shared chunks; see `packing`. None for other runs."""
         return packing(self.records)
 
     @property
-    def link(self) -> LinkTime | None:
-        """Breakdown of the link's time; None without other ranks."""
+    def link(self) -> dict[str, float] | None:
+        """Breakdown of the link's time; see `link_time`. None without other ranks."""
         return link_time(self.records)
 
     @property
@@ -55,8 +55,8 @@ class Group:
             "policy": self.records[0].pipeline.policy,
             "wall_ns": self.wall_ns,
             "processors": [asdict(time) | {"percent": shares(time)} for time in self.processors],
-            "link": None if self.link is None else asdict(self.link) | {"hidden": self.link.hidden},
-            "shared_chunks": None if self.packing is None else asdict(self.packing),
+            "link": self.link,
+            "shared_chunks": self.packing,
         }
 
 

@@ -7,8 +7,7 @@ records. Code that draws or sums up the workers' activity uses the records that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord
 from chunkrt.runtime.tasks import Task, TaskEvent
@@ -33,24 +32,6 @@ class _SharedChunk(NamedTuple):
     def end_ns(self) -> int:
         """End of the chunk's last task."""
         return max(event.end_ns for event in self.events)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Fill of shared chunks.
-
-    Attributes:
-        rows_per_chunk: mean number of rows with a token.
-        packed: share of the chunks that contained more than one sequence.
-        padding: share of the rows computed on an NPU that contained no token; None without an NPU.
-    """
-
-    sequences: int
-    chunks: int
-    rows: int
-    rows_per_chunk: float
-    packed: float
-    padding: float | None
 
 
 def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
@@ -84,9 +65,14 @@ def with_others(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord:
     return record
 
 
-def packing(records: Sequence[RunRecord]) -> Packing | None:
-    """Return the fill of the shared chunks of some runs, or None if the runs shared no chunks. Every chunk counts
-    once."""
+def packing(records: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """Return the fill of the shared chunks of some runs, or None if the runs shared no chunks. Every chunk counts once.
+
+    Returns:
+        "sequences", "chunks", "rows": their numbers; "rows_per_chunk": mean number of rows with a token; "packed":
+        share of the chunks that contained more than one sequence; "padding": share of the rows computed on an NPU that
+        contained no token, or None without an NPU.
+    """
     sequences: set[int] = set()
     num_chunks = num_rows = num_packed = num_on_npu = num_padded = 0
     for pipeline, _, chunks in _by_pipeline(records):
@@ -101,14 +87,14 @@ def packing(records: Sequence[RunRecord]) -> Packing | None:
                 num_padded += pipeline.rows_on_npu(rows) - rows
     if not num_chunks:
         return None
-    return Packing(
-        sequences=len(sequences),
-        chunks=num_chunks,
-        rows=num_rows,
-        rows_per_chunk=num_rows / num_chunks,
-        packed=num_packed / num_chunks,
-        padding=num_padded / num_on_npu if num_on_npu else None,
-    )
+    return {
+        "sequences": len(sequences),
+        "chunks": num_chunks,
+        "rows": num_rows,
+        "rows_per_chunk": num_rows / num_chunks,
+        "packed": num_packed / num_chunks,
+        "padding": num_padded / num_on_npu if num_on_npu else None,
+    }
 
 
 def chunk_numbers(record: RunRecord) -> list[int]:

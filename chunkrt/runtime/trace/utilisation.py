@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from chunkrt.runtime.record import RunRecord, Stage
 from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.trace.shared import joined
 
 
-@dataclass(frozen=True, kw_only=True)
-class Utilisation:
-    """Shares of the time between the start of a run's first task and the end of its last task, from 0 to 1.
+def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> dict[str, float]:
+    """Return the utilisation of the roles during runs of one pipeline.
 
-    Attributes:
-        npu_busy, cpu_busy: share of the time in which at least one task of the role ran.
-        overlap: share of the time in which at least two tasks of the two roles ran.
-    """
-
-    npu_busy: float
-    cpu_busy: float
-    overlap: float
-
-
-def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisation:
-    """Return the utilisation of the roles during runs of one pipeline. All shares are 0 if no task ran or no time
-    passed.
+    Returns:
+        Shares of the time between the start of the first task and the end of the last task, from 0 to 1: "npu_busy" and
+        "cpu_busy", in which at least one task of the role ran, and "overlap", in which at least two tasks of the two
+        roles ran. All shares are 0 if no task ran or no time passed.
     """
     spans = [(event.start_ns, event.end_ns) for event in events]
     wall_ns = max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
@@ -39,9 +28,10 @@ def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisa
         return stages[event.task.subgraph].device
 
     if wall_ns == 0:
-        return Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
+        return {"npu_busy": 0.0, "cpu_busy": 0.0, "overlap": 0.0}
     computed = [span for span, event in zip(spans, events, strict=True) if device_of(event) != "link"]
-    return Utilisation(npu_busy=share("npu"), cpu_busy=share("cpu"), overlap=covered_ns(computed, depth=2) / wall_ns)
+    overlap = covered_ns(computed, depth=2) / wall_ns
+    return {"npu_busy": share("npu"), "cpu_busy": share("cpu"), "overlap": overlap}
 
 
 def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:
@@ -56,28 +46,14 @@ def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:
     return covered
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkTime:
-    """Times of sums over some runs.
+def link_time(records: Sequence[RunRecord]) -> dict[str, float] | None:
+    """Return the times of sums over some runs, or None if the runs contain no sums over ranks.
 
-    Attributes:
-        busy_ns: nanoseconds during which at least one sum was in progress.
-        hidden_ns: the part of `busy_ns` during which at least one other task ran.
-        num_sums: number of sums.
+    Returns:
+        "busy_ns": nanoseconds during which at least one sum was in progress; "hidden_ns": the part during which at
+        least one other task ran; "num_sums": the number of sums; "hidden": the hidden share of the busy time, 0 to 1,
+        which is 1 if no sum took any time.
     """
-
-    busy_ns: int
-    hidden_ns: int
-    num_sums: int
-
-    @property
-    def hidden(self) -> float:
-        """Hidden share of the busy time, 0 to 1. It is 1 if no sum took any time."""
-        return self.hidden_ns / self.busy_ns if self.busy_ns else 1.0
-
-
-def link_time(records: Sequence[RunRecord]) -> LinkTime | None:
-    """Return the link's time over some runs, or None if the runs contain no sums over ranks."""
     busy_ns = hidden_ns = num_sums = 0
     for record in joined(records):
         spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -88,7 +64,10 @@ def link_time(records: Sequence[RunRecord]) -> LinkTime | None:
         busy_ns += covered_ns(sums, depth=1)
         hidden_ns += covered_ns(sums + others, depth=2)
         num_sums += len(spans[True])
-    return LinkTime(busy_ns=busy_ns, hidden_ns=hidden_ns, num_sums=num_sums) if num_sums else None
+    if not num_sums:
+        return None
+    hidden = hidden_ns / busy_ns if busy_ns else 1.0
+    return {"busy_ns": busy_ns, "hidden_ns": hidden_ns, "num_sums": num_sums, "hidden": hidden}
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

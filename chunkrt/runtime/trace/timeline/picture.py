@@ -77,11 +77,8 @@ class Bar(NamedTuple):
     lanes: int = 1
 
 
-class Row(NamedTuple):
-    """Bars side by side, in order."""
-
-    name: str
-    bars: Sequence[Bar]
+Row = tuple[str, Sequence[Bar]]
+"""The name of a row, and its bars side by side, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,7 @@ class Picture:
     def kinds(self) -> list[str]:
         """Kinds that occur, in the order of the colours."""
         rows = (*self.workers, *self.shares, *self.sequences)
-        found = {bar.kind for row in rows for bar in row.bars}
+        found = {bar.kind for _, bars in rows for bar in bars}
         return [kind for kind in COLOURS if kind in found]
 
 
@@ -140,19 +137,19 @@ def make_picture(record: RunRecord) -> Picture:
         for c in record.copies
     ]
     sums = [bar for (name, _), bars in workers.items() if name == "link" for bar in bars if bar.kind == "sums"]
-    rows = [
-        Row(track_name(processors[name], worker), sorted(bars))
+    rows: list[Row] = [
+        (track_name(processors[name], worker), sorted(bars))
         for (name, worker), bars in workers.items()
         if name != "link"
     ]
     if sums:
-        rows.append(Row("LINK", in_lanes(sums)))
+        rows.append(("LINK", in_lanes(sums)))
     milliseconds = (record.end_ns - record.start_ns) / 1e6
     return Picture(
         title=f"{_name(record)}: {milliseconds:.1f} ms, policy {pipeline.policy}, chunks of {pipeline.chunk_length}",
         milliseconds=milliseconds,
-        workers=[*rows, Row("copies", sorted(copies))] if copies else rows,
-        chunks=[Row(name, in_lanes(bars)) for name, bars in zip(names, chunks, strict=True)],
+        workers=[*rows, ("copies", sorted(copies))] if copies else rows,
+        chunks=[(name, in_lanes(bars)) for name, bars in zip(names, chunks, strict=True)],
         shares=_shares(record),
         sequences=_sequences(record, chunks),
     )
@@ -172,7 +169,7 @@ def _sequences(record: RunRecord, chunks: Sequence[Sequence[Bar]]) -> list[Row]:
         for segment, where in zip(shared.segments, rows_of(shared).values(), strict=True):
             kind = "rows" if segment.num_tokens > 1 else "row"
             rows.setdefault(segment.sequence, []).append(Bar(start, end, kind, f"chunk {shared.number}, {where}"))
-    return [Row(f"sequence {sequence}", in_lanes(bars)) for sequence, bars in sorted(rows.items())]
+    return [(f"sequence {sequence}", in_lanes(bars)) for sequence, bars in sorted(rows.items())]
 
 
 def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
@@ -198,7 +195,7 @@ def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _shares(record: RunRecord) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for time in times_of([record]):
         if time.name == "link":
             continue
@@ -210,15 +207,15 @@ def _shares(record: RunRecord) -> list[Row]:
             if part:
                 bars.append(Bar(start, start + share, kind, f"{LABELS[kind]} {share:.1f} %"))
             start += share
-        rows.append(Row(time.name.upper(), bars))
+        rows.append((time.name.upper(), bars))
     if link := link_time([record]):
         wall_ns = max(record.end_ns - record.start_ns, 1)
-        hidden, busy = (100 * part / wall_ns for part in (link.hidden_ns, link.busy_ns))
+        hidden, busy = (100 * link[part] / wall_ns for part in ("hidden_ns", "busy_ns"))
         link_bars = [
             Bar(0.0, hidden, "sums", f"sums hidden by other work {hidden:.1f} %"),
             Bar(hidden, busy, "bare sums", f"{LABELS['bare sums']} {busy - hidden:.1f} %"),
         ]
-        rows.append(Row("LINK", [bar for bar in link_bars if bar.end > bar.start]))
+        rows.append(("LINK", [bar for bar in link_bars if bar.end > bar.start]))
     return rows
 
 

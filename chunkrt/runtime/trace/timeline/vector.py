@@ -31,8 +31,8 @@ def to_svg(picture: Picture) -> str:
     for panel in filter(None, (picture.chunks, picture.sequences)):
         height = min(MOST_CHUNK_HEIGHT, CHUNKS_HEIGHT / len(panel))
         every = max(1, round(11 / height))
-        for index, row in enumerate(panel):
-            named = row if index % every == 0 else Row("", row.bars)
+        for index, (name, bars) in enumerate(panel):
+            named = name if index % every == 0 else "", bars
             parts += _row(named, y, height * 0.9, picture.milliseconds)
             y += height
         y += GAP if panel is not picture.sequences and picture.sequences else 0
@@ -40,7 +40,7 @@ def to_svg(picture: Picture) -> str:
     y += 40
     for row in picture.shares:
         parts += _row(row, y, SHARE_HEIGHT, 100)
-        parts += _percents(row.bars, y)
+        parts += _percents(row[1], y)
         y += SHARE_HEIGHT + GAP
     y = y + 18
     parts += _legend(picture.kinds, y)
@@ -62,10 +62,11 @@ def to_html(picture: Picture) -> str:
 
 
 def _row(row: Row, y: float, height: float, width: float) -> Iterator[str]:
-    if row.name:
-        yield _text(LEFT - 8, y + height / 2 + 4, row.name, "end")
+    name, bars = row
+    if name:
+        yield _text(LEFT - 8, y + height / 2 + 4, name, "end")
     scale = PLOT / width if width else 0.0
-    for bar in _visible(row.bars, NARROW / scale if scale else 0.0):
+    for bar in _visible(bars, NARROW / scale if scale else 0.0):
         left, length = LEFT + bar.start * scale, (bar.end - bar.start) * scale
         top, thickness = y + height * bar.lane / bar.lanes, height / bar.lanes
         kind = list(COLOURS).index(bar.kind)
