@@ -504,7 +504,8 @@ def caches_of(state: State, position: int) -> dict[str, np.ndarray]:
 
 
 def test_next_session_of_a_conversation_copies_only_changed_pieces() -> None:
-    """The memory of a closed session serves the next one. Zeros that the test writes there remain if nothing is copied."""
+    """The memory of a closed session serves the next one; zeros that the test writes there remain if nothing is
+    copied."""
     tokens = list(range(1, 71))
     with load(CACHES_ONLY, 8, prefix_cache="memory", cache_dtype="float32") as engine:
         cache = engine.loaded.prefix_cache

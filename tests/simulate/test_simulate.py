@@ -56,13 +56,12 @@ def test_one_worker_takes_the_sum_of_its_tasks(plan: Plan) -> None:
 def test_one_chunk_has_no_time_between_tasks_if_subgraphs_are_fused(
     plan: Plan, length: int, policy: str, is_fused: bool, has_gaps: bool
 ) -> None:
-    profile = measured(plan)
     fused = [SubgraphCost(subgraph=s.name, fixed_us=1, row_us=0, pair_us=0) for s in merged_on_cpu(plan).subgraphs]
-    budget = replace(profile.budgets[1], decode={cost.subgraph: cost for cost in fused} if is_fused else {})
+    decode = {cost.subgraph: cost for cost in fused} if is_fused else {}
     without, found = (
         simulate(
             plan,
-            replace(profile, budgets={1: replace(budget, task_us=task_us)}),
+            toy_profile(plan, decode=decode, task_us=task_us),
             prompt_length=length,
             chunk_length=32,
             policy=policy,
