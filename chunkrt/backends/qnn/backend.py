@@ -199,10 +199,23 @@ class QnnBackend:
     def _call(self, function: Callable[[], Result]) -> Result:
         return self.htp.calls.call(function, self._limit_s)
 
-    def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
-        """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`."""
+    def prepare(
+        self,
+        subgraph: Subgraph,
+        plan: Plan,
+        chunk_length: int,
+        scheme: Scheme,
+        weights: WeightStore,
+        *,
+        key: str | None = None,
+    ) -> Path:
+        """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`.
+
+        Args:
+            key: the result of `key`, if it was computed before.
+        """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        key = self.key(subgraph, plan, chunk_length, scheme, weights)
+        key = key or self.key(subgraph, plan, chunk_length, scheme, weights)
         folders = [folder for folder in (self._compiled, self._contexts) if folder]
         for folder in folders:
             if wrapper := folder.find(key):
