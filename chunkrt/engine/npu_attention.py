@@ -60,8 +60,8 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
     if options.attention == "npu" and not (names or convolutions):
         if options.cache_dtype == "int8" and plan.has_raw_keys:
             raise ConfigError(
-                "int8 caches hold the keys of this model without their biases, and the NPU cannot attend to these; choose "
-                "a `cache_dtype` of float16, or `attention='cpu'`"
+                "int8 caches hold the keys of this model without their biases, and the NPU cannot attend to these; "
+                "choose a `cache_dtype` of float16, or `attention='cpu'`"
             )
         shorter = f", or choose a `context_length` of at most {plan.plain_context}" if plan.rope_period else ""
         raise ConfigError(f"the NPU cannot compute any attention of this model; omit `attention='npu'`{shorter}")
@@ -87,7 +87,9 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
         seen: Mapping[str, int] = {**slots, "P": past}
         slides = options.npu_sinks is not None and window == options.npu_windows[-1] and past < context_length
         kept = options.npu_sinks if slides else None
-        near = with_static_attention(plan, [*names, *convolutions], seen, fits=fits, kept=kept, has_int8_caches=has_int8_caches)
+        near = with_static_attention(
+            plan, [*names, *convolutions], seen, fits=fits, kept=kept, has_int8_caches=has_int8_caches
+        )
         found.append(_NearPlan(reach=context_length if slides else past, plan=near))
         if found[-1].reach == context_length:
             return found

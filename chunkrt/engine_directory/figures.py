@@ -92,9 +92,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             return 0
         window = window_elements(subgraph, plan, chunk_length)
         elements = window.entering + window.leaving
-        return (
-            converted_bytes(plan, _edges(subgraph), chunk_length) + FLOAT16_BYTES * elements + window.history_bytes
-        )
+        return converted_bytes(plan, _edges(subgraph), chunk_length) + FLOAT16_BYTES * elements + window.history_bytes
 
     return [
         SubgraphFigures(

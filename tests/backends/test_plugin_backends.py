@@ -80,13 +80,17 @@ def test_mistake_in_a_method_of_an_executable(load, name, method, message):
 
     with load(compile=compile) as engine, pytest.raises(BackendError) as error:
         engine.session().prefill([1, 2, 3])
-    expected = rf"subgraph \S+ failed on chunk 0: {name} {PLUGIN} failed: {message}; repair it or choose another backend"
+    expected = (
+        rf"subgraph \S+ failed on chunk 0: {name} {PLUGIN} failed: {message}; repair it or choose another backend"
+    )
     assert re.fullmatch(expected, str(error.value))
 
 
 def test_mistake_in_a_run_of_several_segments(monkeypatch):
     reference = SimpleNamespace(run=fail)
-    made = type("Mine", (ReferenceBackend,), {"name": "mine", "compile": lambda self: Failing(reference, "run_segments", fail)})()
+    made = type(
+        "Mine", (ReferenceBackend,), {"name": "mine", "compile": lambda self: Failing(reference, "run_segments", fail)}
+    )()
     monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(make=lambda threads: made))
     mine = Plugin(backends.PLUGINS, entry("mine", "plugin_of_this_test:make", "mine"), conflict="")
     monkeypatch.setattr(backends.PLUGINS, "plugins", [mine])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -275,8 +275,8 @@ class QnnExecutable:
 
 
 NEW_SUFFIX, ROWS_SUFFIX, SCALES_SUFFIX = ".new", ".rows", ".scales"
-"""Suffixes of names: of the output with a state's new rows, of the input with the chunk's rows of a rotary table, and of
-the input with the scales of an int8 cache.
+"""Suffixes of names: of the output with a state's new rows, of the input with the chunk's rows of a rotary table, and
+of the input with the scales of an int8 cache.
 """
 
 HIDDEN = np.float16(-30000)
