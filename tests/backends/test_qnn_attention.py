@@ -338,7 +338,7 @@ def test_attention_over_int8_caches_equals_float64(model, window, kept, tmp_path
 
 
 def test_int8_caches_have_the_bits_of_the_native_backend(tmp_path):
-    """Of values that float16 holds, and keys that are not rotated."""
+    """The values are exact in float16, and the keys are not rotated."""
     one = OneAttention(4, 2, 40, 64, is_int8=True)
     one.tables["cos"][...], one.tables["sin"][...] = 1, 0
     npu = one.compile(tmp_path)
