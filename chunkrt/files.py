@@ -154,6 +154,41 @@ def written_aside(path: Path) -> Iterator[Path]:
             )  # removed while it is locked: a waiting process detects the removal, and creates a new lock file
 
 
+@contextmanager
+def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new empty folder for this process, and remove it at the end.
+
+    A lock file next to the folder is held as long as the process lives. `remove_abandoned` removes the folders whose
+    processes were killed.
+
+    Raises:
+        OSError: the parent folder cannot be created or written.
+    """
+    _make_folder(parent)
+    folder = parent / f"{prefix}{uuid4().hex[:12]}"
+    lock = _lock_of(folder)
+    with FileLock(lock):
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            remove(folder)
+            remove(lock)  # on Windows the release removes it
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove folders of `own_folder` whose processes were killed, and ignore errors."""
+    for folder in {path.with_name(path.name.removesuffix(".lock")) for path in parent.glob(f"{prefix}*")}:
+        lock = _lock_of(folder)
+        with suppress(OSError, Timeout), FileLock(lock, timeout=0):
+            remove(folder)
+            remove(lock)
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
 def _make_folder(folder: Path) -> None:
     """Create a folder and its parents, if they do not exist. Raise NotADirectoryError if one of them is a file, for
     which Windows says that it exists.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -89,17 +89,25 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
         raise BackendUnavailableError(f"the {plugin} made {found}; expected the attributes of chunkrt.backends.Backend")
     if wrong := _wrong_attribute(backend):
         raise BackendUnavailableError(f"the {plugin} made a backend whose {wrong}; repair it or choose another backend")
-    for name, kind in (("supports", Support), ("compile", Executable)):
-        method = getattr(backend, name)
-        if not isinstance(method, _Checked):  # a plug-in may return the same object again
-            with suppress(AttributeError, TypeError):  # an object that cannot be changed, such as one with slots
-                object.__setattr__(backend, name, _Checked(str(plugin), name, method, kind))
+    _check(backend, {"supports": Support, "compile": Executable}, str(plugin))
     return backend
+
+
+_METHODS_OF_EXECUTABLES = dict.fromkeys(("run", "run_after", "run_segments"), object)
+
+
+def _check(found: object, methods: Mapping[str, type], plugin: str) -> None:
+    """Make the errors of an object's methods name the plug-in. The values of `methods` are the types of results."""
+    for name, kind in methods.items():
+        method = getattr(found, name, None)
+        if method is not None and not isinstance(method, _Checked):  # a plug-in may return the same object again
+            with suppress(AttributeError, TypeError):  # an object that cannot be changed, such as one with slots
+                object.__setattr__(found, name, _Checked(plugin, name, method, kind))
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A method of a plug-in's backend, whose errors name the method and the plug-in."""
+    """A method of a plug-in's object, whose errors name the method and the plug-in."""
 
     plugin: str
     name: str
@@ -121,6 +129,8 @@ class _Checked:
                 f"{self.name} of the {self.plugin} returned {found!r:.80}, expected an object like "
                 f"chunkrt.backends.{self.kind.__name__}; repair it or choose another backend"
             )
+        if self.kind is Executable:
+            _check(found, _METHODS_OF_EXECUTABLES, self.plugin)
         return found
 
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from chunkrt import __version__
 from chunkrt.backends.native.cpu import cpu_info
-from chunkrt.engine.compile_workers import peak_memory_bytes
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.peak_memory import peak_memory_bytes
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes

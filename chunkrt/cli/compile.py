@@ -23,7 +23,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
 from chunkrt.progress import ShownProgress
 
-_ATTENTION = ("attention", "npu_window", "npu_graph", "npu_sinks", "context_length")
+_ATTENTION = ("attention", "npu_window", "npu_graph", "npu_sinks", "context_length", "cache_dtype")
 
 
 @click.command(
@@ -64,7 +64,8 @@ def compile(
     Compiled parts are cached, so an interrupted compilation continues where it stopped. The folder is written
     completely or not at all.
 
-    The folder keeps --attention, --npu-window, --npu-graph, --npu-sinks and --context, which `chunkrt run` then uses.
+    The folder keeps --attention, --npu-window, --npu-graph, --npu-sinks, --context and --cache-type q8_0, which
+    `chunkrt run` then uses.
     If all layers are on the NPU, --for-host writes only the files for a C++ program on a phone; see docs/phones.md.
 
     From a settings file, soc, chunk_length (with a SoC), adapter, placement, htp, attention and quantisation are used.
@@ -75,7 +76,7 @@ def compile(
     if soc is None:
         refuse_without("--soc", *_ATTENTION, "for_host")
     elif settings["attention"] != "npu" and placement is None:
-        refuse_without("--attention npu", "npu_window", "npu_graph", "npu_sinks", "context_length")
+        refuse_without("--attention npu", "npu_window", "npu_graph", "npu_sinks", "context_length", "cache_dtype")
     is_chunk_given = click.get_current_context().get_parameter_source("chunk_length") is ParameterSource.COMMANDLINE
     if is_chunk_given and soc is None:
         raise ConfigError("--chunk needs an NPU to compile for; name its SoC with --soc")

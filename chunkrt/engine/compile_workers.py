@@ -11,16 +11,14 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from threading import Thread
 
 import psutil
@@ -31,8 +29,10 @@ from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.peak_memory import peak_memory_bytes
 from chunkrt.engine.roles import contexts_folder
 from chunkrt.engine_directory.manifest import CONTEXTS, open_weights, read_manifest
+from chunkrt.files import own_folder, remove_abandoned
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.runtime.policy import DEFAULT_POLICY
 
@@ -45,6 +45,9 @@ MOST_WORKERS = 61
 WORKER_BYTES, BYTES_PER_WEIGHT = 600 * 2**20, 8
 """Memory of a worker: a constant, and a part for each byte of the largest graph's weights. One graph of SmolLM2-135M's
 layers, with 107 MB of weights, takes 1.2 GB."""
+
+WORKERS_FOLDER = ".contexts-"
+"""Beginning of the name of a folder in which workers compile."""
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Contexts:
         self.weights = open_weights(engine).with_tables(self.plan)
         self.scheme, self._placement = manifest.scheme, manifest.placement
         self._backends: dict[str, QnnBackend] = {}
+        self._keys: dict[Job, str] = {}
 
     @cached_property
     def plans(self) -> dict[int, Plan]:
@@ -92,19 +96,29 @@ class Contexts:
             )
         return self._backends[soc]
 
-    def prepare(self, job: Job) -> Path:
-        """Return the folder of a context, compiling it if necessary. Raises as `QnnBackend.prepare`."""
+    def key(self, job: Job) -> str:
+        """Return the key of a context. It is computed once, because it hashes the weights."""
+        if job not in self._keys:
+            soc, chunk_length, reach, name = job
+            graph = self._graph(reach, name)
+            self._keys[job] = self.backend(soc).key(*graph, chunk_length, self.scheme, self.weights)
+        return self._keys[job]
+
+    def prepare(self, job: Job, key: str | None = None) -> Path:
+        """Return the folder of a context, compiling it if necessary. Raises as `QnnBackend.prepare`.
+
+        Args:
+            key: the context's key, if another process has computed it.
+        """
         soc, chunk_length, reach, name = job
-        return self.backend(soc).prepare(*self._graph(reach, name), chunk_length, self.scheme, self.weights).parent
+        graph, key = self._graph(reach, name), key or self.key(job)
+        return self.backend(soc).prepare(*graph, chunk_length, self.scheme, self.weights, key=key).parent
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs whose contexts do not exist, one for each context."""
         found: dict[str, Job] = {}
         for job in jobs:
-            soc, chunk_length, reach, name = job
-            backend = self.backend(soc)
-            key = backend.key(*self._graph(reach, name), chunk_length, self.scheme, self.weights)
-            if not backend.has(key):
+            if not self.backend(job[0]).has(key := self.key(job)):
                 found.setdefault(key, job)
         return list(found.values())
 
@@ -128,19 +142,20 @@ def compile_in_workers(contexts: Contexts, jobs: Sequence[Job], progress: Callab
     Args:
         progress: function that is called with the number of compiled contexts, and the number of missing ones.
     """
+    home = contexts_folder().parent
+    remove_abandoned(home, WORKERS_FOLDER)
     missing = contexts.missing(jobs)
     if (workers := _num_workers(contexts, missing)) < 2:
         return 0
     most_bytes, num_done, has_failed = 0, 0, False
-    contexts_folder().parent.mkdir(parents=True, exist_ok=True)
     others = set(active_children())
     options = replace(contexts.options, policy=DEFAULT_POLICY)  # an object may not be picklable
     with (
-        TemporaryDirectory(prefix=".contexts-", dir=contexts_folder().parent, ignore_cleanup_errors=True) as folder,
+        own_folder(home, WORKERS_FOLDER) as folder,
         ProcessPoolExecutor(workers, get_context("spawn"), _start, (contexts.engine, options, folder)) as pool,
     ):
         try:
-            futures = [pool.submit(_compile, job) for job in missing]
+            futures = [pool.submit(_compile, job, contexts.key(job)) for job in missing]
             for future in as_completed(futures):
                 if isinstance(error := future.exception(), BrokenProcessPool):
                     log.warning("a process that compiles contexts died; the others are compiled one after another")
@@ -172,7 +187,7 @@ _own: ContextFolder
 """The contexts and the folder of this worker process; set when the process starts."""
 
 
-def _start(engine: Path, options: EngineOptions, folder: str) -> None:
+def _start(engine: Path, options: EngineOptions, folder: Path) -> None:
     global _contexts, _own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
     logging.disable(logging.CRITICAL)  # the parent logs the same
@@ -188,23 +203,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _compile(job: Job) -> int:
+def _compile(job: Job, key: str) -> int:
     """Compile a context, and return the peak memory of this process in bytes."""
-    made = _contexts.prepare(job)
+    made = _contexts.prepare(job, key)
     if made.parent == _own.path:  # another process may have compiled it meanwhile
         ContextFolder(contexts_folder()).copy_from(_own, made.name)
         shutil.rmtree(made, ignore_errors=True)  # a mapped file stays on Windows until the process ends
     return peak_memory_bytes()
-
-
-def peak_memory_bytes() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    with suppress(OSError):  # without procfs
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

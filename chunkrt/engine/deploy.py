@@ -15,11 +15,12 @@ from typing import Any
 from chunkrt.backends.qnn import find_soc
 from chunkrt.backends.qnn.contexts import store_difference
 from chunkrt.engine.capability import plan_by_capability
-from chunkrt.engine.compile_workers import Contexts, compile_in_workers, peak_memory_bytes
+from chunkrt.engine.compile_workers import Contexts, compile_in_workers
 from chunkrt.engine.host import HOST_FILES, check_host, write_host
 from chunkrt.engine.model_options import choose_context_length, usual_chunk_length, warn_of_equal_graphs
 from chunkrt.engine.npu_attention import as_compiled, compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.peak_memory import peak_memory_bytes
 from chunkrt.engine.resolve import engine_folder, options_placement, plan_model
 from chunkrt.engine.roles import contexts_folder
 from chunkrt.engine_directory.manifest import (

@@ -19,7 +19,7 @@ from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.graph.static_attention import is_convolution, kept_slots
+from chunkrt.graph.static_attention import has_int8_caches, is_convolution, kept_slots
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE
 from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
@@ -64,6 +64,11 @@ def check_host(plan: Plan, context_length: int) -> None:
     if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:
         raise ConfigError(
             f"{convolutions[0]} keeps the state of a convolution, which host.json cannot describe; run this model with "
+            "chunkrt itself"
+        )
+    if int8 := [node.name for s in plan.subgraphs for node in s.nodes if has_int8_caches(node)]:
+        raise ConfigError(
+            f"{int8[0]} reads int8 caches, which host.json cannot describe; omit `cache_dtype`, or run this model with "
             "chunkrt itself"
         )
     if plan.rope_offset(context_length):
@@ -159,9 +164,9 @@ def _graph(subgraph: Subgraph, plan: Plan, rows: int, contexts: Mapping[str, Pat
     inputs, outputs = (
         [
             {"name": name + FLOAT16_SUFFIX, **kinds[name], "dtype": "float16", "shape": list(shape)}
-            for name, shape in shapes.items()
+            for name, (shape, _) in forms.items()
         ]
-        for shapes in (edges.inputs, edges.outputs)
+        for forms in (edges.inputs, edges.outputs)
     )
     context = contexts[subgraph.name]
     (binary,) = [path.name for path in context.iterdir() if path.suffix == BINARY]

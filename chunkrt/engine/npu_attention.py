@@ -48,8 +48,8 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
         placement: the placement of the plan.
 
     Raises:
-        ConfigError: attention on the NPU is required, but no attention of the plan can have a fixed shape, the caches
-            are int8, or attention is in bfloat16 or int8.
+        ConfigError: attention on the NPU is required, but no attention of the plan can have a fixed shape, or
+            attention is in bfloat16 or int8.
     """
     if options.attention == "cpu":
         return []
@@ -58,6 +58,11 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
         for found in (attention_nodes(plan), convolution_nodes(plan))
     )
     if options.attention == "npu" and not (names or convolutions):
+        if options.cache_dtype == "int8" and plan.has_raw_keys:
+            raise ConfigError(
+                "int8 caches hold the keys of this model without their biases, and the NPU cannot attend to these; "
+                "choose a `cache_dtype` of float16, or `attention='cpu'`"
+            )
         shorter = f", or choose a `context_length` of at most {plan.plain_context}" if plan.rope_period else ""
         raise ConfigError(f"the NPU cannot compute any attention of this model; omit `attention='npu'`{shorter}")
     readers = [node.name for s in plan.subgraphs for node in s.nodes if reads_shared_cache(node)]
@@ -67,10 +72,6 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
             len(readers),
             readers[0],
         )
-    if names and options.cache_dtype == "int8":
-        raise ConfigError(
-            "attention on the NPU does not support int8 caches; choose a `cache_dtype` of float16, or `attention='cpu'`"
-        )
     if names and options.attention_math in ("bfloat16", "int8"):
         raise ConfigError(
             f"`attention_math={options.attention_math!r}` is supported for attention on the CPU only; "
@@ -79,13 +80,16 @@ def near_plans(plan: Plan, placement: Placement, options: EngineOptions, context
     # A graph reads the positions before a chunk, as many as a layer's window has. Their number does not depend on the
     # chunk length, so that graphs of all lengths in an engine directory belong to the same plan.
     slots, fits = plan.slots(context_length, DEFAULT_CHUNK_LENGTH), _fits(plan, options.graph_layers)
+    has_int8_caches = options.cache_dtype == "int8"
     found: list[_NearPlan] = []
     for window in options.npu_windows if names else ():
         past = min(window, context_length)
         seen: Mapping[str, int] = {**slots, "P": past}
         slides = options.npu_sinks is not None and window == options.npu_windows[-1] and past < context_length
         kept = options.npu_sinks if slides else None
-        near = with_static_attention(plan, [*names, *convolutions], seen, fits=fits, kept=kept)
+        near = with_static_attention(
+            plan, [*names, *convolutions], seen, fits=fits, kept=kept, has_int8_caches=has_int8_caches
+        )
         found.append(_NearPlan(reach=context_length if slides else past, plan=near))
         if found[-1].reach == context_length:
             return found
@@ -121,13 +125,17 @@ def npu_plans(plan: Plan, placement: Placement, options: EngineOptions, context_
     return plans if context_length in plans else plans | {context_length: plan}
 
 
-ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "npu_sinks", "context_length")
-"""Names of the engine's options that determine how attention is compiled for the NPU."""
+ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "npu_sinks", "context_length", "cache_dtype")
+"""Names of the engine's options that determine how attention is compiled for the NPU. Of the types of caches, only int8
+changes a graph.
+"""
 
 
 def compiled_attention(options: EngineOptions, context_length: int) -> dict[str, str | int]:
     """Return the options with which attention is compiled for the NPU, for storage in an engine directory."""
     given = {name: getattr(options, name) for name in ATTENTION_OPTIONS} | {"context_length": context_length}
+    if options.cache_dtype != "int8":
+        del given["cache_dtype"]
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -153,6 +161,8 @@ def changed_options(options: EngineOptions, manifest: Manifest) -> str:
         for name, compiled in _compiled_options(manifest).items()
         if str(getattr(options, name)) != str(compiled)
     ]
+    if options.cache_dtype == "int8" and "cache_dtype" not in manifest.npu_attention:
+        changed.append("`cache_dtype=int8` in place of float16")
     settings = options.htp.compiled_settings.items()
     changed += [f"{name}={value}" for name, value in settings if manifest.npu_settings.get(name) != value]
     return ", ".join(changed)

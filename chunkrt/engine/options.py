@@ -534,8 +534,8 @@ class EngineOptions:
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
         "Data type of the KV cache: float32, float16, int8 or bfloat16; on the command line also f32, f16, q8_0 or "
-        "bf16. int8 (native only) has one scale per 32 values. bfloat16 needs --attention-math bfloat16 or int8, "
-        "where it is the default.  [default: float16 on native, else float32]",
+        "bf16. int8 (native, and attention on an NPU) has one scale per 32 values. bfloat16 needs --attention-math "
+        "bfloat16 or int8, where it is the default.  [default: float16 on native, else float32]",
         group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",

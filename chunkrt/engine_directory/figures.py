@@ -91,8 +91,8 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
         if not is_converted(subgraph):
             return 0
         window = window_elements(subgraph, plan, chunk_length)
-        elements = window.entering + window.leaving + window.history
-        return converted_bytes(plan, _edges(subgraph), chunk_length) + FLOAT16_BYTES * elements
+        elements = window.entering + window.leaving
+        return converted_bytes(plan, _edges(subgraph), chunk_length) + FLOAT16_BYTES * elements + window.history_bytes
 
     return [
         SubgraphFigures(
@@ -104,7 +104,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
             weight_bytes=sum(stored_bytes.pop(name, 0) for name in s.weights),
             crossing_bytes=sum(plan.tensors[n].num_bytes(**symbols) for n in _edges(s) if crosses(s, n)),
             window_bytes=FLOAT16_BYTES * (window.entering + window.leaving),
-            history_bytes=FLOAT16_BYTES * window.history,
+            history_bytes=window.history_bytes,
             converted_bytes=converted_bytes(plan, _edges(s), chunk_length) if is_converted(s) else 0,
             entering_bytes=converted_bytes(plan, s.inputs, chunk_length) if is_converted(s) else 0,
             driver_bytes=driver_bytes(s),

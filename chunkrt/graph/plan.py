@@ -58,6 +58,11 @@ DUAL_CHUNK_ATTRIBUTES = ("rope_period", "rope_limit", "long_context_from")
 CACHES = slice(5, 7)
 """Places of the caches of keys and values among the inputs of attention."""
 
+INT8_GROUP = 32
+"""Number of consecutive values of one position and head that share a float32 scale in an int8 cache. The bytes of the
+scales follow the head_dim values.
+"""
+
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
 """Forms in which keys are cached; the last form is for int8 caches only. See `graph/rewrites.py`."""
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, reads_shared_cache, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, INT8_GROUP, Node, Plan, Subgraph, reads_shared_cache, resolve
 from chunkrt.graph.rewrites import merged
 
 HEAD_NORM_OP = "HeadNorm"
@@ -27,6 +27,9 @@ KEPT_SLOTS = "kept_slots"
 """Attribute of static attention that slides: number of first positions that each row sees, in addition to the last
 `past_slots` - `kept_slots` positions up to its own. Without it, a row sees all positions up to its own.
 """
+
+INT8_CACHES = "int8_caches"
+"""Attribute of static attention, present if its caches are int8: the graph reads integers and scales."""
 
 CONVOLUTION = "short_conv"
 """The kind of linear attention that can be static."""
@@ -62,6 +65,7 @@ def with_static_attention(
     *,
     fits: Callable[[Subgraph], bool],
     kept: int | None = None,
+    has_int8_caches: bool = False,
 ) -> Plan:
     """Move attention to the NPU, and fuse it with adjacent subgraphs on the NPU.
 
@@ -73,8 +77,9 @@ def with_static_attention(
         fits: returns whether a subgraph is small enough to be one graph on the NPU.
         kept: number of first positions that attention keeps in sight when the history exceeds the slots "P"; None if
             the plan does not run with longer histories.
+        has_int8_caches: True if the state's caches are int8.
     """
-    subgraphs = tuple(_static(s, plan, nodes, slots, kept) for s in plan.subgraphs)
+    subgraphs = tuple(_static(s, plan, nodes, slots, kept, has_int8_caches) for s in plan.subgraphs)
     plan = replace(plan, subgraphs=subgraphs)
     made: list[Subgraph] = []
     for device, group in groupby(subgraphs, key=lambda s: (s.device, s.rows)):
@@ -99,6 +104,7 @@ class WindowElements(NamedTuple):
     entering: int
     leaving: int
     history: int
+    history_bytes: int
 
 
 def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements:
@@ -110,9 +116,9 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
     which
     stay in the graph's buffers: for one sequence they are converted once, but the driver copies all of them at each
     run,
-    because the memory is not shared with the NPU.
+    because the memory is not shared with the NPU. Its bytes are those of float16, or of integers and float16 scales.
     """
-    leaving = history = 0
+    leaving = history = history_bytes = 0
     shared: dict[tuple[object, ...], int] = {}
     for node in (node for node in subgraph.nodes if PAST_SLOTS in node.attributes):
         past = static_slots(node)
@@ -124,11 +130,12 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
         for cache in node.inputs[5:7]:
             kv_heads, _, dim = resolve(plan.tensors[cache].shape, {"P": past, "W": past})
             history += kv_heads * past * dim
+            history_bytes += kv_heads * past * (dim + 2 * num_groups(dim) if has_int8_caches(node) else 2 * dim)
             leaving += kv_heads * rows * dim
         shared["mask", node.attributes["window"], past] = rows * (past + rows)
         for table in node.inputs[3:5]:
             shared["rows", table] = rows * int(plan.tensors[table].shape[1])
-    return WindowElements(sum(shared.values()), leaving, history)
+    return WindowElements(sum(shared.values()), leaving, history, history_bytes)
 
 
 def static_slots(node: Node) -> int:
@@ -142,6 +149,16 @@ def kept_slots(node: Node) -> int | None:
     """Return the number of first positions that a node's attention keeps in sight; None if it does not slide."""
     kept = node.attributes.get(KEPT_SLOTS)
     return None if kept is None else int(str(kept))
+
+
+def has_int8_caches(node: Node) -> bool:
+    """Return whether a node's static attention reads int8 caches."""
+    return INT8_CACHES in node.attributes
+
+
+def num_groups(head_dim: int) -> int:
+    """Return the number of scales of a position and head of an int8 cache."""
+    return -(-head_dim // INT8_GROUP)
 
 
 def without_sliding(subgraph: Subgraph) -> Subgraph:
@@ -160,7 +177,12 @@ def _is_attention(subgraph: Subgraph) -> bool:
 
 
 def _static(
-    subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mapping[str, int], kept: int | None
+    subgraph: Subgraph,
+    plan: Plan,
+    nodes: Collection[str],
+    slots: Mapping[str, int],
+    kept: int | None,
+    has_int8_caches: bool,
 ) -> Subgraph:
     if not (_is_attention(subgraph) and any(node.name in nodes for node in subgraph.nodes)):
         return subgraph
@@ -172,6 +194,8 @@ def _static(
             return replace(node, attributes={**node.attributes, PAST_SLOTS: plan.tensors[node.inputs[5]].shape[1]})
         symbol = str(plan.tensors[node.inputs[5]].shape[1])
         attributes = {**node.attributes, PAST_SLOTS: slots[symbol]}
+        if has_int8_caches:
+            attributes[INT8_CACHES] = 1
         if symbol == "P" and kept is not None:
             window = int(str(node.attributes["window"]))
             attributes[KEPT_SLOTS] = 0 if window else kept

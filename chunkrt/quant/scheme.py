@@ -204,7 +204,7 @@ DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.015, "mixed": 0.01}
 0.005."""
 
 
-CHOICE_FORMAT = 2
+CHOICE_FORMAT = 3
 """Version of the searches' decisions, raised when a search would return different results."""
 
 

@@ -19,16 +19,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.graph.plan import Plan, Tensor, resolve
+from chunkrt.graph.plan import INT8_GROUP, Plan, Tensor, resolve
 from chunkrt.runtime.buffers import ALIGNMENT, Array, aligned_zeros, offer_pages
 
 CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
-INT8_GROUP = 32
-"""Number of consecutive values of one position and head that share a float32 scale in an int8 cache. The bytes of the
-scales follow the head_dim values.
-"""
-
 Write = tuple[Array, Any, Any]
 """A pending write: an array, an index, and the value to store there. Repeating a write does not change the result."""
 

@@ -277,6 +277,7 @@ def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: S
     widest = max(prod(resolve(tensor.shape, {"T": rows, "R": rows})) for tensor in made)
     widest_bytes = FLOAT16_BYTES * max(widest, rows * max(scores, default=0))
     activation_bits = min((scheme.activation_bits_of(name) for name in linears), default=16)
+    window = window_elements(subgraph, plan, rows)
     return ContextFit(
         name=subgraph.name + suffix,
         rows=rows,
@@ -285,7 +286,8 @@ def _context(subgraph: Subgraph, suffix: str, plan: Plan, scheme: Scheme, soc: S
         spill_bytes=max(0, int(WIDEST_VALUES_HELD[activation_bits] * widest_bytes) - soc.vtcm_bytes),
         edge_bytes=(1 if subgraph.state else NUM_PLACES)
         * converted_bytes(plan, (*subgraph.inputs, *subgraph.outputs), rows)
-        + FLOAT16_BYTES * sum(window_elements(subgraph, plan, rows)),
+        + FLOAT16_BYTES * (window.entering + window.leaving)
+        + window.history_bytes,
     )
 
 

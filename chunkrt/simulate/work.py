@@ -241,9 +241,9 @@ class ModelledWork:
         num_bytes, edges_us = 0.0, [0.0, 0.0]
         windows = window_elements(subgraph, self._plan, chunk.num_tokens)
         if device == "npu":  # within the NPU's turn, the driver copies the cache slots that a graph reads
-            num_bytes += self._cache_bytes(processor) * windows.history
+            copied = windows.history_bytes if processor.cache_bytes is None else processor.cache_bytes * windows.history
+            num_bytes += copied
             copies = "cache_gb_per_s" if transfer.cache_gb_per_s is not None else "gb_per_s"
-            copied = self._cache_bytes(processor) * windows.history
             if transfer.head_us is not None:
                 static = [node for node in subgraph.nodes if node.op in ATTENTION_OPS and static_slots(node)]
                 heads = sum(2 * cast(int, node.attributes["num_kv_heads"]) for node in static)

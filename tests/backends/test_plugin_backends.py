@@ -1,5 +1,6 @@
 """Mistakes in a plug-in's backend: each is one error that names the method and the plug-in."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -55,6 +56,47 @@ def refuse(*_):
 def test_mistake_in_a_method(load, name, method, message):
     with pytest.raises(BackendError, match=f"^{name} {PLUGIN} {message}"):
         load(**{name: method})
+
+
+class Failing:
+    """An executable of the reference, one of whose methods fails."""
+
+    fixed_length = None
+
+    def __init__(self, executable, name, method):
+        self.run = executable.run
+        setattr(self, name, method)
+
+
+@pytest.mark.parametrize("name", ["run", "run_after"])
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [(fail, "ZeroDivisionError: a mistake"), (leave, "SystemExit: 3")],
+    ids=["error", "exit"],
+)
+def test_mistake_in_a_method_of_an_executable(load, name, method, message):
+    def compile(self, *arguments):
+        return Failing(ReferenceBackend.compile(self, *arguments), name, method)
+
+    with load(compile=compile) as engine, pytest.raises(BackendError) as error:
+        engine.session().prefill([1, 2, 3])
+    expected = (
+        rf"subgraph \S+ failed on chunk 0: {name} {PLUGIN} failed: {message}; repair it or choose another backend"
+    )
+    assert re.fullmatch(expected, str(error.value))
+
+
+def test_mistake_in_a_run_of_several_segments(monkeypatch):
+    reference = SimpleNamespace(run=fail)
+    made = type(
+        "Mine", (ReferenceBackend,), {"name": "mine", "compile": lambda self: Failing(reference, "run_segments", fail)}
+    )()
+    monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(make=lambda threads: made))
+    mine = Plugin(backends.PLUGINS, entry("mine", "plugin_of_this_test:make", "mine"), conflict="")
+    monkeypatch.setattr(backends.PLUGINS, "plugins", [mine])
+    executable = backends.make_backend("mine", threads=1).compile()
+    with pytest.raises(BackendError, match=f"^run_segments {PLUGIN} failed: ZeroDivisionError: a mistake"):
+        executable.run_segments({}, {}, [])
 
 
 class WithSlots:

@@ -14,6 +14,7 @@ from relative_error import relative_error
 from states import saved_arrays
 
 import chunkrt
+from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.qnn.executable import BoundBuffers
 from chunkrt.checkpoints.source import weights_digest
@@ -21,8 +22,9 @@ from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
+from chunkrt.engine_directory.figures import subgraph_figures
 from chunkrt.engine_directory.manifest import CONTEXTS
-from chunkrt.errors import BackendError, ConfigError
+from chunkrt.errors import BackendError, CompileError, ConfigError
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor, linear_weights
 from chunkrt.quant.merging import merge
 from chunkrt.quant.scheme import find_scheme
@@ -72,12 +74,13 @@ class OneAttention:
         soft_cap=0.0,
         sinks=(),
         kept=None,
+        is_int8=False,
         seed=0,
     ):
         rng = np.random.default_rng(seed)
         rotary = rotary or dim
         self.heads, self.kv_heads, self.dim, self.rotary, self.window = heads, kv_heads, dim, rotary, window
-        self.past, self.kept = past, kept
+        self.past, self.kept, self.is_int8 = past, kept, is_int8
         symbol = "W" if window and kept is None else "P"
         slots = past if symbol == "W" else capacity
         angles = np.outer(np.arange(capacity), 10000.0 ** (-np.arange(0, rotary, 2) / rotary))
@@ -85,7 +88,9 @@ class OneAttention:
         self.soft_cap, self.sinks = soft_cap, np.array(sinks or [-np.inf] * heads)
         if sinks:
             self.tables["sinks"] = np.float32(sinks)
-        self.caches = {name: np.zeros((kv_heads, slots, dim), np.float16) for name in ("keys", "values")}
+        form = (kv_heads, slots, dim + 4 * -(-dim // 32)), np.int8
+        form = form if is_int8 else ((kv_heads, slots, dim), np.float16)
+        self.caches = {name: np.zeros(*form) for name in ("keys", "values")}
         self.history = {name: rng.normal(size=(kv_heads, capacity, dim)) for name in self.caches}
         columns = (heads + 2 * kv_heads) * dim
         tensors = [
@@ -114,6 +119,7 @@ class OneAttention:
                 "past_slots": past,
                 **({"soft_cap": soft_cap} if soft_cap else {}),
                 **({} if kept is None else {"kept_slots": kept}),
+                **({"int8_caches": 1} if is_int8 else {}),
             },
         )
         self.subgraph = Subgraph(
@@ -145,13 +151,18 @@ class OneAttention:
         """Write the history's values at some positions into the caches."""
         for name, cache in self.caches.items():
             for place in range(position, position + num_rows):
-                cache[:, place % cache.shape[1]] = self.history[name][:, place]
+                row = self.history[name][:, place]
+                cache[:, place % cache.shape[1]] = in_int8(row) if self.is_int8 else row
+
+    def read(self, rows):
+        """Return the values of rows of a cache, in float64."""
+        return from_int8(rows, self.dim) if self.is_int8 else rows.astype(np.float64)
 
     def remember(self, position):
         """Fill the caches with the history before a position, each slot with its last; other slots hold values that
         must not be read."""
         for cache in self.caches.values():
-            cache[...] = 1000
+            cache[...] = 100 if self.is_int8 else 1000
         self.append(0, position)
 
     def expected(self, qkv, position):
@@ -161,9 +172,12 @@ class OneAttention:
         q, k, v = np.split(by_head, [self.heads, self.heads + self.kv_heads])
         q, k = (self._rotated(x, position) for x in (q, k))
         past = {name: values[:, :position] for name, values in self.history.items()}
-        keys = np.concatenate([past["keys"].astype(np.float16), k], axis=1).repeat(self.heads // self.kv_heads, axis=0)
-        values = np.concatenate([past["values"].astype(np.float16), v], axis=1).repeat(self.heads // self.kv_heads, 0)
-        scores = q @ keys.astype(np.float64).transpose(0, 2, 1) * self.dim**-0.5
+        past = {name: self.read(in_int8(x) if self.is_int8 else x.astype(np.float16)) for name, x in past.items()}
+        keys, values = (
+            np.concatenate([past[name], new], axis=1).repeat(self.heads // self.kv_heads, axis=0)
+            for name, new in (("keys", k), ("values", v))
+        )
+        scores = q @ keys.transpose(0, 2, 1) * self.dim**-0.5
         place, row = np.arange(position + rows), np.arange(rows)[:, None] + position
         sees = place <= row
         if self.window:
@@ -192,7 +206,7 @@ class OneAttention:
         """Copy the values that a run has written into the history."""
         for name, cache in self.caches.items():
             places = np.arange(position, position + num_rows)
-            self.history[name][:, places] = cache[:, places % cache.shape[1]]
+            self.history[name][:, places] = self.read(cache[:, places % cache.shape[1]])
 
     def rows(self, num_rows, seed=1):
         columns = (self.heads + 2 * self.kv_heads) * self.dim
@@ -215,8 +229,30 @@ class OneAttention:
         places = np.arange(position, position + num_rows) % self.caches["keys"].shape[1]
         others = np.setdiff1d(np.arange(self.caches["keys"].shape[1]), places)
         for (name, cache), rows in zip(self.caches.items(), new, strict=True):
-            assert relative_error(cache[:, places], rows) < 2.0**-10
+            written = self.read(cache[:, places])
+            if self.is_int8:
+                steps = in_int8(rows)
+                steps[..., : self.dim] = 1
+                steps = from_int8(steps, self.dim)
+                in_float16 = 127 * 3 * 2.0**-11  # three roundings of the largest value of a group
+                assert (np.abs(written - rows) <= (0.5 + in_float16) * steps).all()
+            else:
+                assert relative_error(written, rows) < 2.0**-10
             np.testing.assert_array_equal(cache[:, others], before[name][:, others])
+
+
+def in_int8(values):
+    """Return rows of an int8 cache: the integers of a row, then the float32 scale of each 32 values."""
+    parts = np.split(values.astype(np.float64), range(32, values.shape[-1], 32), axis=-1)
+    scales = [np.float32(np.abs(part).max(-1, keepdims=True) / 127) for part in parts]
+    integers = [np.rint(part / scale).astype(np.int8) for part, scale in zip(parts, scales, strict=True)]
+    return np.concatenate([*integers, *(scale.view(np.int8) for scale in scales)], axis=-1)
+
+
+def from_int8(rows, dim):
+    """Return the values of rows of an int8 cache, in float64."""
+    scales = np.ascontiguousarray(rows[..., dim:]).view(np.float32).astype(np.float64)
+    return rows[..., :dim] * scales.repeat(32, axis=-1)[..., :dim]
 
 
 SIZES = {
@@ -278,6 +314,43 @@ def test_ring_is_read_by_its_window(window, slots, tmp_path):
     for position in (0, 1, window - 1, window, slots - 1, slots, slots + 7, 5 * slots + 3):
         for num_rows in (1, 7, ROWS):
             one.check(executable, position, num_rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "window", "kept"),
+    [
+        ("partly-rotated", 0, None),
+        *(
+            pytest.param(model, window, kept, marks=pytest.mark.slow)
+            for model, window, kept in [("smollm2", 0, None), ("odd", 0, None), ("phi3", 40, None), ("qwen3.5", 0, 4)]
+        ),
+    ],
+)
+def test_attention_over_int8_caches_equals_float64(model, window, kept, tmp_path):
+    heads, kv_heads, dim, rotary = SIZES[model]
+    one = OneAttention(heads, kv_heads, dim, 64, rotary=rotary, window=window, kept=kept, is_int8=True)
+    executable = one.compile(tmp_path)
+    for position in (0, 1, 31, 32, 64, *([200] if window or kept is not None else [])):
+        for num_rows in (1, 7, ROWS):
+            one.check(executable, position, num_rows)
+
+
+def test_int8_caches_have_the_bits_of_the_native_backend(tmp_path):
+    """The values are exact in float16, and the keys are not rotated."""
+    one = OneAttention(4, 2, 40, 64, is_int8=True)
+    one.tables["cos"][...], one.tables["sin"][...] = 1, 0
+    npu = one.compile(tmp_path)
+    native = NativeBackend(1).compile(one.subgraph, one.plan, ROWS, find_scheme("w8a16"), Constants(one.tables))
+    qkv = one.rows(20).astype(np.float16).astype(np.float32)
+    qkv[3] = 0
+    one.run(npu, qkv, 5)
+    found = {name: cache.copy() for name, cache in one.caches.items()}
+    for cache in one.caches.values():
+        cache[...] = 0
+    native.run({"qkv": qkv, "position": np.array([5]), **one.caches}, {"out": np.empty((20, 160), np.float32)})
+    for name, cache in one.caches.items():
+        assert cache.any()
+        np.testing.assert_array_equal(found[name], cache)
 
 
 def test_shorter_chunk_is_padded_inside(tmp_path):
@@ -575,7 +648,6 @@ def test_npu_only_keeps_no_cpu_copy_of_weights(load, monkeypatch):
         ({"attention": "gpu"}, "attention"),
         ({"attention": "npu", "npu": "native"}, "contradict"),
         ({"attention": "npu", "context_shift": True}, "`attention='cpu'`"),
-        ({"attention": "npu", "cache_dtype": "int8"}, "int8"),
         ({"attention": "npu", "attention_math": "bfloat16"}, "is supported for attention on the CPU only"),
         ({"npu_window": 0}, "`npu_window` is 0"),
         ({"npu_window": "512,512"}, "npu_window"),
@@ -616,9 +688,39 @@ def test_options_for_qualcomms_npu_are_reported_without_one(load, caplog):
         assert "`weights='npu-only'` has no effect" in caplog.text
 
 
-def test_int8_caches_are_refused_with_attention_on_the_npu(load):
-    with pytest.raises(ConfigError, match="does not support int8 caches"):
-        load("llama_gqa", placement={"model.layers.1.self_attn": "npu"}, cache_dtype="int8")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama_gqa", {"npu_window": "32,64"}),
+        pytest.param("qwen3", {"npu_window": 128, "weights": "npu-only"}, marks=pytest.mark.slow),
+        pytest.param("gemma3_window_5", {"npu_window": 48, "decode_on": "npu"}, marks=pytest.mark.slow),
+        pytest.param("lfm2", {"npu_window": 64}, marks=pytest.mark.slow),
+    ],
+)
+def test_int8_caches_on_the_npu_equal_those_on_the_cpu(load, name, options):
+    with load(name, attention="npu", cache_dtype="int8", **options) as engine:
+        assert engine.cache_dtype == "int8"
+        assert engine.loaded.scheduler.executors.near
+        found = tell(engine)
+    with load(name, attention="cpu", cache_dtype="int8") as engine:
+        assert relative_error(found, tell(engine)) < 2 * LOGIT_TOLERANCE  # integers that move to another step
+
+
+def test_int8_caches_take_half_the_bytes_of_a_window(load):
+    histories = {}
+    for cache_dtype in ("float16", "int8"):
+        with load("llama_gqa", attention="npu", npu_window=64, cache_dtype=cache_dtype) as engine:
+            plan = engine.loaded.scheduler.executors.near[0].plan
+            figures = subgraph_figures(plan, find_scheme("w8a16"), chunk_length=CHUNK)
+            histories[cache_dtype] = sum(each.history_bytes for each in figures)
+    shapes = [tensor.shape for tensor in plan.tensors.values() if tensor.kind == "state"]
+    assert histories["float16"] == sum(2 * heads * 64 * dim for heads, _, dim in shapes)
+    assert histories["int8"] == sum(heads * 64 * (dim + 2 * -(-dim // 32)) for heads, _, dim in shapes)
+
+
+def test_attention_over_int8_caches_without_biases_of_keys_is_refused(load):
+    with pytest.raises(ConfigError, match="int8 caches hold the keys of this model without their biases"):
+        load("qwen2", attention="npu", cache_dtype="int8")
 
 
 def test_prompts_and_decoding_sequences_take_turns(load):
@@ -675,3 +777,31 @@ def test_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, own_h
         found = tell(engine)
     with load("lfm2", attention="npu", npu_window="32,64") as engine:
         np.testing.assert_array_equal(tell(engine), found)
+
+
+def test_engine_directory_keeps_int8_caches(tmp_path, load, own_home, monkeypatch):
+    from chunkrt.engine.deploy import compile_engine
+
+    load("llama_gqa").close()  # makes the calibration
+    asked = {"scheme": "w8a16", "calibration": own_home / "llama_gqa.npz", "attention": "npu", "npu_window": 64}
+    options = EngineOptions(npu="qnn", cache_dtype="int8", **asked)
+    folder = tmp_path / "out"
+    compile_engine(str(checkpoint("llama_gqa")), folder, options, socs=["SM8650"], chunk_lengths=[CHUNK])
+    with chunkrt.load(folder, npu="qnn", threads=2, prefix_cache="off") as engine:
+        assert (engine.cache_dtype, engine.loaded.npu_backend.num_compiled) == ("int8", 0)
+        found = tell(engine)
+    with load("llama_gqa", attention="npu", npu_window=64, cache_dtype="int8") as engine:
+        np.testing.assert_array_equal(tell(engine), found)
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # without the contexts of other tests
+    with pytest.raises(CompileError, match="`cache_dtype=float16` in place of int8"):
+        chunkrt.load(folder, npu="qnn", threads=2, cache_dtype="float16")
+
+
+def test_int8_caches_are_refused_for_a_host(tmp_path):
+    from chunkrt.engine.deploy import compile_engine
+
+    options = EngineOptions(npu="qnn", scheme="w8a16", attention="npu", context_length=64, cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"reads int8 caches, which host\.json cannot describe; omit `cache_dtype`"):
+        compile_engine(
+            str(checkpoint("llama_gqa")), tmp_path / "out", options, socs=["SM8650"], chunk_lengths=[8], for_host=True
+        )

@@ -86,8 +86,9 @@ class CopyingSession:
             self._reached(value)[...] = result
 
     def _reached(self, value):
-        words = ctypes.cast(value.data_ptr(), ctypes.POINTER(ctypes.c_uint16))
-        array = np.ctypeslib.as_array(words, tuple(value.shape())).view(np.float16)
+        is_int8 = value.data_type() == "tensor(int8)"
+        elements = ctypes.cast(value.data_ptr(), ctypes.POINTER(ctypes.c_int8 if is_int8 else ctypes.c_uint16))
+        array = np.ctypeslib.as_array(elements, tuple(value.shape())).view(np.int8 if is_int8 else np.float16)
         if self._driver.rpcmem.fake_is_shared(value.data_ptr()):
             self._driver.num_shared += array.nbytes
         else:
@@ -137,7 +138,10 @@ def answers(engine):
     return session.prefill(prompt(2 * CHUNK + 3), logits="all").logits, session.prefill([5]).logits
 
 
-@pytest.mark.parametrize("options", [{}, ATTENTION, {**ATTENTION, "decode_on": "npu"}], ids=str)
+INT8 = {**ATTENTION, "cache_dtype": "int8"}
+
+
+@pytest.mark.parametrize("options", [{}, ATTENTION, INT8, {**ATTENTION, "decode_on": "npu"}], ids=str)
 def test_shared_buffers_are_not_copied_and_hold_the_same_values(calibration, driver, caplog, monkeypatch, options):
     with load(calibration, **options) as engine:
         driver.num_runs = 0
@@ -151,17 +155,23 @@ def test_shared_buffers_are_not_copied_and_hold_the_same_values(calibration, dri
             np.testing.assert_array_equal(one, other)
 
 
-def copied_by_plan(command, calibration):
+def copied_by_plan(command, calibration, *others):
     arguments = ("plan", checkpoint(NAME), "--npu", "qnn", "--scheme", "w8a16", "--calibration", calibration)
     arguments += ("--attention", "npu", "--npu-window", str(CONTEXT), "--context", str(CONTEXT), "--chunk", str(CHUNK))
-    figures = json.loads(command(*arguments, "--json").out)["subgraphs"]
+    figures = json.loads(command(*arguments, *others, "--json").out)["subgraphs"]
     return sum(of_subgraph["driver_bytes"] for of_subgraph in figures)
 
 
-@pytest.mark.parametrize("refuses", ["open", "run"])
-def test_driver_copies_the_bytes_of_the_plan_without_shared_memory(calibration, driver, command, caplog, refuses):
+@pytest.mark.parametrize(
+    ("refuses", "options", "flags"),
+    [("open", ATTENTION, ()), ("run", ATTENTION, ()), ("open", INT8, ("--cache-type", "q8_0"))],
+    ids=["open", "run", "int8"],
+)
+def test_driver_copies_the_bytes_of_the_plan_without_shared_memory(
+    calibration, driver, command, caplog, refuses, options, flags
+):
     driver.refuses = refuses
-    with load(calibration, decode_on="npu", **ATTENTION) as engine, caplog.at_level(logging.INFO):
+    with load(calibration, decode_on="npu", **options) as engine, caplog.at_level(logging.INFO):
         driver.num_copied = driver.num_runs = 0
         session = engine.session()
         session.prefill(prompt(2 * CHUNK))
@@ -170,7 +180,7 @@ def test_driver_copies_the_bytes_of_the_plan_without_shared_memory(calibration, 
         session.prefill([5])
         assert driver.num_runs == 3
         assert driver.num_copied == 3 * per_chunk
-        assert per_chunk == copied_by_plan(command, calibration)
+        assert per_chunk == copied_by_plan(command, calibration, *flags)
         assert driver.num_shared == 0
     (told,) = [message for message in caplog.messages if "share" in message]
     assert told.startswith("CPU and NPU share no memory (")

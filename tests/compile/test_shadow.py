@@ -224,7 +224,8 @@ def test_shadows_start_at_the_calibrated_limits(tmp_path):
         else:
             continue
         np.testing.assert_allclose(store.array(f"{name}.input_step"), [limit / 127], rtol=1e-6)
-        np.testing.assert_allclose(store.array(f"{name}.output_step"), np.where(columns > 0, columns, 1) / 127, 1e-6)
+        steps = np.where(columns > 0, 1.25 * columns, 1) / 127  # other texts have larger outputs
+        np.testing.assert_allclose(store.array(f"{name}.output_step"), steps, 1e-6)
     assert num_shadows == ops(plan).count("ShadowLinear") == 3
 
 

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -670,6 +671,59 @@ def test_contexts_are_compiled_in_several_processes(tmp_path, monkeypatch):
     compile_engine(str(CHECKPOINT), tmp_path / "one", options, socs=["SM8650", "SM8750"], chunk_lengths=[8])
     assert len(in_parent) == 2 * len(STATIC)
     np.testing.assert_array_equal(found, run(tmp_path / "one", soc="SM8750", chunk_length=8)[0])
+
+
+@pytest.mark.parametrize("contexts_of_a_worker", [1, 100], ids=["workers", "one process"])
+def test_the_key_of_a_context_is_computed_once(tmp_path, monkeypatch, contexts_of_a_worker):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(compile_workers, "CONTEXTS_OF_A_WORKER", contexts_of_a_worker)
+    computed = []
+    key = backend.QnnBackend.key
+
+    def counted(self, *arguments):
+        computed.append(key(self, *arguments))
+        return computed[-1]
+
+    monkeypatch.setattr(backend.QnnBackend, "key", counted)
+    options = EngineOptions(npu="qnn", threads=2)
+    compile_engine(str(CHECKPOINT), tmp_path / "out", options, socs=["SM8650"], chunk_lengths=[8])
+    assert sorted(computed) == sorted(path.name for path in (tmp_path / "home" / "contexts").iterdir())
+    assert len(computed) == len(STATIC)
+
+
+def test_folder_of_workers_is_removed_after_a_kill(tmp_path, monkeypatch):
+    """The next compilation removes the folder of a killed one, but not that of one that still runs."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("CHUNKRT_HOME", str(home))
+    program = """if True:
+        import sys, time
+        from pathlib import Path
+        from chunkrt.engine.compile_workers import WORKERS_FOLDER
+        from chunkrt.files import own_folder
+
+        with own_folder(Path(sys.argv[1]), WORKERS_FOLDER) as folder:
+            (folder / "context").write_text("half")
+            print(folder, flush=True)
+            time.sleep(600)
+        """
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        killed, living = (Path(process.stdout.readline().strip()) for process in started)
+        started[0].kill()
+        started[0].wait(60)
+        assert (killed / "context").exists()
+        options = EngineOptions(npu="qnn", threads=2)
+        compile_engine(str(CHECKPOINT), tmp_path / "out", options, socs=["SM8650"], chunk_lengths=[8])
+        assert (living / "context").exists()
+        left = {path.name for path in home.glob(f"{compile_workers.WORKERS_FOLDER}*")}
+        assert left == {living.name, f"{living.name}.lock"}
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def die(*_):

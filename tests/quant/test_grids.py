@@ -96,11 +96,11 @@ def test_16_bit_grids_reach_the_peak_and_outputs_twice_as_far():
     np.testing.assert_array_equal(grids.output_step, np.array([2 / 256], np.float32))
 
 
-def test_8_bit_grids_end_at_the_limit_and_outputs_at_the_peak_of_their_column():
+def test_8_bit_grids_end_at_the_limit_and_outputs_a_quarter_above_the_peak_of_their_column():
     """A column that was always zero gets a grid as if it had reached 1."""
     grids = grids_of(linear(O_PROJ), W8A8, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
-    np.testing.assert_array_equal(grids.output_step, np.array([1, 1 / 127, 32639 / 256 / 127], np.float32))
+    np.testing.assert_array_equal(grids.output_step, np.array([1.25, 1 / 127, 1.25 * 32639 / 256 / 127], np.float32))
 
 
 def test_wide_linears_have_16_bit_grids_by_column():
@@ -124,13 +124,13 @@ def test_float_output_has_no_grid():
 
 
 def test_shadow_makes_grids_end_earlier():
-    """The input's grid ends at the calibration's limit, the output's at the peak of the main half."""
+    """The input's grid ends at the calibration's limit, the output's a quarter above the peak of the main half."""
     grids = grids_of(linear(O_PROJ), SHADOWED, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 512], np.float32))
-    np.testing.assert_array_equal(grids.output_step, np.array([0.1, 1 / 127, 0.01], np.float32))
+    np.testing.assert_array_equal(grids.output_step, np.array([0.125, 1 / 127, 0.0125], np.float32))
     by_tensor = replace(SHADOWED, column_grids=())
     np.testing.assert_array_equal(
-        grids_of(linear(O_PROJ), by_tensor, SEEN, FINE).output_step, np.array([12.7 / 127], np.float32)
+        grids_of(linear(O_PROJ), by_tensor, SEEN, FINE).output_step, np.array([0.125], np.float32)
     )
     of_head, without = (grids_of(linear(HEAD), scheme, SEEN, FINE) for scheme in (SHADOWED, W8A8))
     np.testing.assert_array_equal(of_head.input_step, without.input_step)  # it has 16 bits, and no shadow

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from chunkrt.backends.base import Executable, Support
-from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, ordinary_buffer, shared_buffer
+from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, Form, ordinary_buffer, shared_buffer
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
-from chunkrt.backends.qnn.executable import Context, ContextSlot, OpenContext, QnnExecutable, Shapes, WindowedExecutable
+from chunkrt.backends.qnn.executable import Context, ContextSlot, Forms, OpenContext, QnnExecutable, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.htp_support import distinct_graphs, graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
@@ -120,7 +120,7 @@ class QnnBackend:
         def opener(length: int) -> OpenContext:
             wrapper = self.prepare(subgraph, plan, length, scheme, weights)
 
-            def open_context(inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+            def open_context(inputs: Forms, outputs: Forms, num_places: int) -> Context:
                 return self._open_context(subgraph.name, wrapper, inputs, outputs, num_places)
 
             return open_context
@@ -153,13 +153,13 @@ class QnnBackend:
         for slot in slots:
             slot.reopen()
 
-    def _open_context(self, name: str, wrapper: Path, inputs: Shapes, outputs: Shapes, num_places: int) -> Context:
+    def _open_context(self, name: str, wrapper: Path, inputs: Forms, outputs: Forms, num_places: int) -> Context:
         """Open a context with buffers in memory that CPU and NPU share, or in ordinary memory if the emulator computes,
         or if sharing failed once.
         """
         options = self._options.as_provider_options()
 
-        def opened(session_options: Mapping[str, str], allocate: Callable[[Any, Sequence[int]], Buffer]) -> Context:
+        def opened(session_options: Mapping[str, str], allocate: Callable[[Any, Form], Buffer]) -> Context:
             session = self._call(lambda: open_session(self.htp, self.soc, wrapper, options=session_options))
             return Context(
                 name,
@@ -168,16 +168,16 @@ class QnnBackend:
                 outputs,
                 self._call,
                 num_places=num_places,
-                allocate=lambda shape: allocate(session, shape),
+                allocate=lambda form: allocate(session, form),
             )
 
         def in_ordinary_memory() -> Context:
-            return opened(options, lambda session, shape: ordinary_buffer(shape))
+            return opened(options, lambda session, form: ordinary_buffer(form))
 
         def in_shared_memory() -> Context:
             context = opened(
                 {**options, SHARED_MEMORY_OPTION: "1"},
-                lambda session, shape: shared_buffer(session, self.htp.device, shape),
+                lambda session, form: shared_buffer(session, self.htp.device, form),
             )
             context.probe()
             return context
@@ -199,10 +199,23 @@ class QnnBackend:
     def _call(self, function: Callable[[], Result]) -> Result:
         return self.htp.calls.call(function, self._limit_s)
 
-    def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
-        """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`."""
+    def prepare(
+        self,
+        subgraph: Subgraph,
+        plan: Plan,
+        chunk_length: int,
+        scheme: Scheme,
+        weights: WeightStore,
+        *,
+        key: str | None = None,
+    ) -> Path:
+        """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`.
+
+        Args:
+            key: the result of `key`, if it was computed before.
+        """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        key = self.key(subgraph, plan, chunk_length, scheme, weights)
+        key = key or self.key(subgraph, plan, chunk_length, scheme, weights)
         folders = [folder for folder in (self._compiled, self._contexts) if folder]
         for folder in folders:
             if wrapper := folder.find(key):

@@ -18,21 +18,28 @@ SHARED_MEMORY_OPTION = "enable_htp_shared_memory_allocator"
 
 
 class Buffer(NamedTuple):
-    """A float16 array, and the value of ONNX Runtime over its memory, which must live as long as the array."""
+    """A float16 or int8 array, and the value of ONNX Runtime over its memory, which must live as long as the array."""
 
-    array: NDArray[np.float16]
+    array: NDArray[Any]
     value: Any
 
 
-def ordinary_buffer(shape: Sequence[int]) -> Buffer:
+class Form(NamedTuple):
+    """Shape and data type, float16 or int8, of a buffer."""
+
+    shape: Sequence[int]
+    dtype: type[np.float16] | type[np.int8] = np.float16
+
+
+def ordinary_buffer(form: Form) -> Buffer:
     """Return zeros in ordinary memory."""
     import onnxruntime as ort
 
-    array = np.zeros(tuple(shape), np.float16)
+    array = np.zeros(tuple(form.shape), form.dtype)
     return Buffer(array, ort.OrtValue.ortvalue_from_numpy(array))
 
 
-def shared_buffer(session: Any, device: Any, shape: Sequence[int]) -> Buffer:
+def shared_buffer(session: Any, device: Any, form: Form) -> Buffer:
     """Return zeros in memory that a session shares with the NPU.
 
     Args:
@@ -51,8 +58,9 @@ def shared_buffer(session: Any, device: Any, shape: Sequence[int]) -> Buffer:
     place = native.OrtDevice(
         native.OrtDevice.cpu(), memory.device_mem_type.value, memory.device_vendor_id, memory.device_id
     )
-    inner = session._sess.create_ortvalue_from_shape_and_type(list(shape), np.float16, place)
-    words = ctypes.cast(inner.data_ptr(), ctypes.POINTER(ctypes.c_uint16))
-    array = np.ctypeslib.as_array(words, tuple(shape)).view(np.float16)
+    inner = session._sess.create_ortvalue_from_shape_and_type(list(form.shape), form.dtype, place)
+    element = ctypes.c_int8 if form.dtype is np.int8 else ctypes.c_uint16
+    elements = ctypes.cast(inner.data_ptr(), ctypes.POINTER(element))
+    array = np.ctypeslib.as_array(elements, tuple(form.shape)).view(form.dtype)
     array[...] = 0
     return Buffer(array, ort.OrtValue(inner, session=session._sess))

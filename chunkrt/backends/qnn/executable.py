@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -11,15 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
-from chunkrt.backends.qnn.buffers import Buffer, ordinary_buffer
+from chunkrt.backends.qnn.buffers import Buffer, Form, ordinary_buffer
+from chunkrt.backends.qnn.int8_rows import pack_rows, unpack_rows
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
-from chunkrt.graph.static_attention import is_convolution, kept_slots, static_slots
+from chunkrt.graph.static_attention import has_int8_caches, is_convolution, kept_slots, num_groups, static_slots
 
 Result = TypeVar("Result")
 
-FLOAT16_SUFFIX = ".float16"
+FLOAT16_SUFFIX, INT8_SUFFIX = ".float16", ".int8"
 """Suffixes of a compiled subgraph's inputs and outputs."""
 
 
@@ -31,9 +32,9 @@ class Call(Protocol):
         ...
 
 
-Shapes = Mapping[str, Sequence[int]]
-OpenContext = Callable[[Shapes, Shapes, int], "Context"]
-"""Function that opens a context for shapes of inputs and outputs by name, and a number of calls at once."""
+Forms = Mapping[str, Form]
+OpenContext = Callable[[Forms, Forms, int], "Context"]
+"""Function that opens a context for forms of inputs and outputs by name, and a number of calls at once."""
 Graphs = Mapping[int, OpenContext]
 """Maps the number of rows of each compiled graph of a subgraph to the function that opens its context."""
 
@@ -59,10 +60,10 @@ class Context:
     Args:
         name: the subgraph's name, for messages.
         session: a session of ONNX Runtime over a graph of a fixed number of rows.
-        inputs, outputs: shapes by name.
+        inputs, outputs: forms of the buffers by name.
         call: calls a function on the processor, which computes one call at a time; see `TimedCalls.call`.
         num_places: number of calls that can be in progress at once.
-        allocate: makes a buffer of a shape.
+        allocate: makes a buffer of a form.
 
     Attributes:
         held: positions of a history in the buffers.
@@ -72,12 +73,12 @@ class Context:
         self,
         name: str,
         session: Any,
-        inputs: Mapping[str, Sequence[int]],
-        outputs: Mapping[str, Sequence[int]],
+        inputs: Forms,
+        outputs: Forms,
         call: Call,
         *,
         num_places: int,
-        allocate: Callable[[Sequence[int]], Buffer] = ordinary_buffer,
+        allocate: Callable[[Form], Buffer] = ordinary_buffer,
     ) -> None:
         self.held = NOTHING
         self._name = name
@@ -150,7 +151,7 @@ class ContextSlot:
 
 
 class BoundBuffers:
-    """The float16 buffers of one call, by name, bound to the session at fixed addresses.
+    """The buffers of one call, by name, bound to the session at fixed addresses.
 
     Attributes:
         turn: lock that a call holds while it uses the buffers.
@@ -159,18 +160,18 @@ class BoundBuffers:
     def __init__(
         self,
         binding: Any,
-        inputs: Mapping[str, Sequence[int]],
-        outputs: Mapping[str, Sequence[int]],
-        allocate: Callable[[Sequence[int]], Buffer],
+        inputs: Forms,
+        outputs: Forms,
+        allocate: Callable[[Form], Buffer],
     ) -> None:
         self.binding, self.turn = binding, Lock()
-        self.buffers: dict[str, NDArray[np.float16]] = {}
+        self.buffers: dict[str, NDArray[Any]] = {}
         self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
-        for bind, shapes in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
-            for name, shape in shapes.items():
-                buffer, value = allocate(shape)
-                bind(name + FLOAT16_SUFFIX, value)
+        for bind, forms in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
+            for name, form in forms.items():
+                buffer, value = allocate(form)
+                bind(name + (INT8_SUFFIX if form.dtype is np.int8 else FLOAT16_SUFFIX), value)
                 self._values.append(value)
                 self.buffers[name] = buffer
                 self._is_finite[name] = np.empty(buffer.shape, np.bool_)
@@ -182,9 +183,13 @@ class BoundBuffers:
         self.check_finite(name, len(array))
 
     def enter_at(self, name: str, slots: NDArray[np.int64], array: Array) -> None:
-        """Convert a range of an input's second axis into its buffer. Raises NumberRangeError if a value exceeds
-        float16.
+        """Convert a range of a cache's second axis into its buffer; rows of an int8 cache into those of integers and of
+        scales. Raises NumberRangeError if a value or a scale exceeds float16.
         """
+        if self.buffers[name].dtype == np.int8:
+            integers, scales = unpack_rows(array, self.buffers[name].shape[-1])
+            self.buffers[name][:, slots] = integers
+            name, array = name + SCALES_SUFFIX, scales
         with np.errstate(over="ignore"):  # reported as an error
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
@@ -243,7 +248,7 @@ class QnnExecutable:
 
         def opener(rows: int) -> Callable[[], Context]:
             inputs, outputs = (
-                {name: resolve(plan.tensors[name].shape, {"T": rows, "R": rows}) for name in names}
+                {name: Form(resolve(plan.tensors[name].shape, {"T": rows, "R": rows})) for name in names}
                 for names in (subgraph.inputs, subgraph.outputs)
             )
             return lambda: graphs[rows](inputs, outputs, NUM_PLACES)
@@ -269,8 +274,9 @@ class QnnExecutable:
         return passage
 
 
-NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
-"""Suffixes of names: of the output with a state's new rows, and of the input with the chunk's rows of a rotary table.
+NEW_SUFFIX, ROWS_SUFFIX, SCALES_SUFFIX = ".new", ".rows", ".scales"
+"""Suffixes of names: of the output with a state's new rows, of the input with the chunk's rows of a rotary table, and
+of the input with the scales of an int8 cache.
 """
 
 HIDDEN = np.float16(-30000)
@@ -333,8 +339,9 @@ class WindowEdges:
     tables: rotary tables; the chunk's rows of each are an input.
     masks: by name of the mask, a node that uses it.
     caches: caches and rings, with the slots of the graph's buffer for each.
+    int8_caches: those of the caches that are int8; their scales are inputs of their own.
     convolutions: states of convolutions, which are passed as rows.
-    inputs, outputs: shapes of all float16 inputs and outputs by name.
+    inputs, outputs: forms of all inputs and outputs by name.
     """
 
     def __init__(self, subgraph: Subgraph, plan: Plan, rows: int) -> None:
@@ -343,20 +350,24 @@ class WindowEdges:
         self.tables = list(dict.fromkeys(name for node in attention for name in node.inputs[3:5]))
         self.masks = {mask_name(node): node for node in attention}
         self.caches = {cache: BufferSlots.of(node) for node in attention for cache in node.inputs[5:7]}
+        self.int8_caches = {cache for node in attention if has_int8_caches(node) for cache in node.inputs[5:7]}
         shapes = {name: plan.tensors[name].shape for name in (*self.values, *subgraph.outputs, *self.tables)}
         self.convolutions = [node.inputs[5] for node in subgraph.nodes if is_convolution(node)]
-        self.inputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in self.values}
-        self.inputs |= {name + ROWS_SUFFIX: (rows, int(shapes[name][1])) for name in self.tables}
-        self.inputs |= {name: (rows, static_slots(node) + rows) for name, node in self.masks.items()}
-        self.outputs = {name: resolve(shapes[name], {"T": rows, "R": rows}) for name in subgraph.outputs}
+        self.inputs = {name: Form(resolve(shapes[name], {"T": rows, "R": rows})) for name in self.values}
+        self.inputs |= {name + ROWS_SUFFIX: Form((rows, int(shapes[name][1]))) for name in self.tables}
+        self.inputs |= {name: Form((rows, static_slots(node) + rows)) for name, node in self.masks.items()}
+        self.outputs = {name: Form(resolve(shapes[name], {"T": rows, "R": rows})) for name in subgraph.outputs}
         for cache, buffer in self.caches.items():
-            kv_heads, _, dim = plan.tensors[cache].shape
-            self.inputs[cache] = (int(kv_heads), buffer.size, int(dim))
-            self.outputs[cache + NEW_SUFFIX] = (int(kv_heads), rows, int(dim))
+            kv_heads, _, dim = (int(size) if size not in ("P", "W") else 0 for size in plan.tensors[cache].shape)
+            is_int8 = cache in self.int8_caches
+            self.inputs[cache] = Form((kv_heads, buffer.size, dim), np.int8 if is_int8 else np.float16)
+            if is_int8:
+                self.inputs[cache + SCALES_SUFFIX] = Form((kv_heads, buffer.size, num_groups(dim)))
+            self.outputs[cache + NEW_SUFFIX] = Form((kv_heads, rows, dim))
         for state in self.convolutions:
             channels, past = resolve(plan.tensors[state].shape, {})
-            self.inputs[state] = (past, channels)
-            self.outputs[state + NEW_SUFFIX] = (rows, channels)
+            self.inputs[state] = Form((past, channels))
+            self.outputs[state + NEW_SUFFIX] = Form((rows, channels))
 
 
 class WindowedExecutable:
@@ -376,6 +387,7 @@ class WindowedExecutable:
         self._name = subgraph.name
         edges = WindowEdges(subgraph, plan, max(graphs))
         self._values, self._masks, self._caches = edges.values, edges.masks, edges.caches
+        self._int8_caches = edges.int8_caches
         self._convolutions = edges.convolutions
         self._tables = {name: weights.array(name) for name in edges.tables}
 
@@ -429,7 +441,8 @@ class WindowedExecutable:
                 inputs[state][...] = np.concatenate([inputs[state].T, new])[num_rows:].T
             for cache in self._caches:
                 slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
-                inputs[cache][:, slots] = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
+                new = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
+                inputs[cache][:, slots] = pack_rows(new) if cache in self._int8_caches else new
             self._copy(place, inputs, position, position + num_rows)
             context.held = Held(history, position + num_rows)
         return passage

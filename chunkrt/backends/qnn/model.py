@@ -1,7 +1,8 @@
 """The ONNX model of a static subgraph in the NPU's form.
 
 Linears are in QDQ form (`backends/onnx/qdq.py`), all values between linears are float16, and shapes are fixed. Inputs
-and outputs of the graph are float16, which takes half the bytes of float32 and needs no calibrated ranges.
+and outputs of the graph are float16, which takes half the bytes of float32 and needs no calibrated ranges. The integers
+of int8 caches are int8.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from chunkrt.backends.onnx.plan_models import to_onnx
 from chunkrt.backends.onnx.qdq import COLUMN_LIMIT_SUFFIX
 from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
-from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
+from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX, INT8_SUFFIX
 from chunkrt.backends.qnn.htp_support import MEAN_DROPPED, graph_rows
 from chunkrt.backends.qnn.windowed_attention import write_out
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
@@ -52,7 +53,10 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
         if value.shape is not None:
             value.shape = ir.Shape([rows if d in ("T", "R") else d for d in value.shape])
     for index, value in enumerate(list(graph.inputs)):
-        graph.inputs[index] = _arrive_as_float16(graph, value)
+        if value.dtype == ir.DataType.INT8:
+            value.name = f"{value.name}{INT8_SUFFIX}"
+        else:
+            graph.inputs[index] = _arrive_as_float16(graph, value)
     for index, value in enumerate(list(graph.outputs)):
         graph.outputs[index] = _leave_as_float16(graph, value)
     serialized: bytes = ir.to_proto(model).SerializeToString()

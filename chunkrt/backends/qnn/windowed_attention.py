@@ -11,6 +11,9 @@ A cache is passed with the number of slots that the node's `past_slots` states: 
 every slot of a ring. The mask states which slots a row sees, so the order of slots does not matter. The rows' new keys
 and values are outputs of the graph, which its caller writes into the state.
 
+An int8 cache is passed as its integers, which the graph converts to float16, and their scales, which a product with a
+matrix of zeros and ones repeats for the values of each group. The rows' own keys and values are not rounded.
+
     qkv -> Split -> before, after, x
     rows = (state | before * x),   output = after * sum over taps j of weight_j rows_(t+j)
 
@@ -27,9 +30,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from chunkrt.backends.qnn.executable import NEW_SUFFIX, ROWS_SUFFIX, mask_name
-from chunkrt.graph.plan import DOMAIN, Node
-from chunkrt.graph.static_attention import HEAD_NORM_OP, is_convolution, static_slots
+from chunkrt.backends.qnn.executable import NEW_SUFFIX, ROWS_SUFFIX, SCALES_SUFFIX, mask_name
+from chunkrt.graph.plan import DOMAIN, INT8_GROUP, Node
+from chunkrt.graph.static_attention import HEAD_NORM_OP, has_int8_caches, is_convolution, num_groups, static_slots
 
 
 def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
@@ -119,7 +122,7 @@ class _WindowedAttention:
         for name, new in ((key_cache, k), (value_cache, v)):
             self._output(new, name + NEW_SUFFIX, (kv_heads, rows, dim))
         keys, values = (
-            self._op("Concat", self._input(name, (kv_heads, past, dim)), new, axis=1)
+            self._op("Concat", self._past(node, name, (kv_heads, past, dim)), new, axis=1)
             for name, new in ((key_cache, k), (value_cache, v))
         )
         soft_cap = float(attributes.get("soft_cap", 0.0))
@@ -143,6 +146,18 @@ class _WindowedAttention:
         attended = self._op("Reshape", self._op("MatMul", shares, values), self._ints(heads, rows, dim))
         by_row = self._op("Transpose", attended, perm=[1, 0, 2])
         return self._op("Reshape", by_row, self._ints(rows, heads * dim))
+
+    def _past(self, node: Node, cache: str, shape: tuple[int, int, int]) -> ir.Value:
+        """Return the slots of a cache."""
+        if not has_int8_caches(node):
+            return self._input(cache, shape)
+        kv_heads, past, dim = shape
+        stored = self._input(cache, shape, ir.DataType.INT8)
+        integers = self._op("DequantizeLinear", stored, self._constant(np.ones((), np.float32)))
+        scales = self._input(cache + SCALES_SUFFIX, (kv_heads, past, num_groups(dim)))
+        spread = np.arange(dim) // INT8_GROUP == np.arange(num_groups(dim))[:, None]
+        by_value = self._op("MatMul", scales, self._constant(spread.astype(np.float32)))
+        return self._op("Mul", integers, by_value)
 
     def convolution(self, node: Node, old: ir.Node) -> ir.Value:
         """Return the convolution over the state's and then the chunk's rows, with a gate before and after it."""
@@ -218,12 +233,13 @@ class _WindowedAttention:
         self.graph.register_initializer(value)
         return value
 
-    def _input(self, name: str, shape: Sequence[int]) -> ir.Value:
+    def _input(self, name: str, shape: Sequence[int], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
         """Return an input of the graph, which all layers that need it share."""
         value = self.inputs.get(name)
         if value is None:
-            value = self.inputs[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT))
+            value = self.inputs[name] = ir.Value(name=name)
             self.graph.inputs.append(value)
+        value.type = ir.TensorType(dtype)
         value.shape = ir.Shape(list(shape))
         return value
 
