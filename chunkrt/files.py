@@ -200,9 +200,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def _replace(aside: Path, path: Path) -> None:
-    """Rename `aside` to `path` as Linux does: an empty folder is replaced, and a mapped file too.
-
-    Windows does not replace a folder or a mapped file. It renames a mapped file, which the next writer removes.
+    """Rename `aside` to `path` as Linux does: an empty folder is replaced, and a mapped file too, which Windows does
+    not.
     """
     if sys.platform == "win32" and aside.is_dir() and path.is_dir():
         path.rmdir()
@@ -211,10 +210,8 @@ def _replace(aside: Path, path: Path) -> None:
     except PermissionError:
         if sys.platform != "win32" or not path.is_file():
             raise
-        old = path.with_name(f".{path.name}.old-{uuid4().hex[:8]}")
-        path.replace(old)
+        remove(path)
         aside.replace(path)
-        remove(old)
 
 
 def check_writable(path: Path) -> None:
@@ -356,12 +353,22 @@ def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, and ignore errors."""
+    """Delete a file or a folder, and ignore errors.
+
+    Windows renames a mapped file, but does not delete it. It gets a hidden name next to `path`, and the next writer
+    deletes it.
+    """
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    if sys.platform == "win32" and not path.name.startswith("."):
+        for file in (path, *path.rglob("*")):
+            if file.is_file():
+                with suppress(OSError):
+                    file.replace(path.with_name(f".{path.name}.old-{uuid4().hex[:8]}"))
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @cache

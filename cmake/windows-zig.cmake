@@ -4,7 +4,8 @@ set(CMAKE_SYSTEM_NAME Windows)
 set(CMAKE_SYSTEM_PROCESSOR ${CHUNKRT_WINDOWS_MACHINE})
 set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES CHUNKRT_WINDOWS_MACHINE)
 find_program(CHUNKRT_ZIG python-zig REQUIRED NO_CMAKE_FIND_ROOT_PATH)
-set(CMAKE_CXX_COMPILER ${CHUNKRT_ZIG} c++ -target ${CHUNKRT_WINDOWS_MACHINE}-windows-gnu)
+# CMake tests a compiler without optimisation, for which Zig would compile a second C++ library.
+set(CMAKE_CXX_COMPILER ${CHUNKRT_ZIG} c++ -target ${CHUNKRT_WINDOWS_MACHINE}-windows-gnu -O3)
 set(CMAKE_CXX_ARCHIVE_CREATE "${CHUNKRT_ZIG} ar qcs <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_FINISH "")
 set(CMAKE_EXE_LINKER_FLAGS_INIT -s) # without a file of symbols for debuggers

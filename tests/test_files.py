@@ -19,7 +19,7 @@ from chunkrt import files
 from chunkrt.checkpoints.checkpoint import map_file
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import OutOfMemoryError
-from chunkrt.files import cached_entry, map_read_only, written_aside
+from chunkrt.files import cached_entry, map_read_only, only_writer, remove, written_aside
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.runtime.state import State
@@ -154,6 +154,24 @@ def test_written_aside_replaces_a_mapped_file(tmp_path):
     with written_aside(path) as aside:
         aside.write_bytes(b"4")
     assert [path.name for path in tmp_path.iterdir()] == ["block[1]"]
+
+
+def test_remove_takes_a_folder_with_a_mapped_file(tmp_path):
+    """Windows cannot delete the file: it is renamed until the next writer comes."""
+    folder = tmp_path / "engines" / "one"
+    (folder / "npu").mkdir(parents=True)
+    for name in ("plan", "npu/weights"):
+        (folder / name).write_bytes(b"1" * 5000)
+    mapped = map_read_only(folder / "npu" / "weights")
+    remove(folder)
+    assert not folder.exists()
+    with written_aside(folder) as aside:
+        aside.mkdir()
+    assert mapped[:] == b"1" * 5000
+    mapped.close()
+    with only_writer(folder.parent, "testing"):
+        pass
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end no process by themselves on Windows")

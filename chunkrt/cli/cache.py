@@ -201,11 +201,11 @@ def _evict(unused_days: float | None, most_bytes: int | None) -> int:
 
 
 def _remove_all(folder: Path) -> int:
+    before = bytes_below(folder)
     with only_writer(folder, "writing there"):
-        sizes = [(path, bytes_below(path)) for path in _listed(folder)]
-        for path, _ in sizes:
+        for path in _listed(folder):
             remove(path)
-    return sum(size for path, size in sizes if not path.exists())
+        return before - bytes_below(folder)
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -813,7 +813,7 @@ def test_error_in_plugin_sampler_is_reported(plugged, token, message):
         (lambda x, weight, **_: x[:, :-1], r"returned '.*' of shape \[3, 47\], expected \[3, 48\]"),
         (lambda x, weight, **_: x[:1], r"returned '.*' of shape \[1, 48\], expected \[3, 48\]"),
         (lambda x, weight, **_: None, "failed: TypeError: it returned None, expected the array 'model.layers.0"),
-        (lambda x, weight, **_: x * 1j, r"returned '.*' of type complex\d+, expected float32"),
+        (lambda x, weight, **_: x.astype(np.complex64), r"returned '.*' of type complex\d+, expected float32"),
         (lambda x, weight, **_: x.astype(np.int64), r"returned '.*' of type int64, expected float32"),
         (lambda x, weight, **_: np.full(x.shape, "1"), r"returned '.*' of type <U1, expected float32"),
         (lambda x, weight, **_: np.multiply(x, 2, out=x), "failed: ValueError: output array is read-only"),

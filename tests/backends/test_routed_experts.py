@@ -231,7 +231,8 @@ def test_first_of_equal_experts_are_picked(backend, tmp_path):
     executable = backend().compile(experts_of(plan), plan, ROWS, scheme, store)
     found = run(executable, experts_of(plan), range(ROWS), WIDTH)
     weights["router"][:] = [0, 1, 1, 0, 0.9375, 0]
-    others = store_of(plan, scheme, weights, tmp_path)
+    (tmp_path / "others").mkdir()
+    others = store_of(plan, scheme, weights, tmp_path / "others")
     executable = backend().compile(experts_of(plan), plan, ROWS, scheme, others)
     expected = run(executable, experts_of(plan), range(ROWS), WIDTH)
     ratio = np.exp([0, 1, 1, 0, 0.9375, 0]).sum() / np.exp([0, 1, 1, 0, 1, 0]).sum()

@@ -222,7 +222,7 @@ def test_report_file_is_checked_before_measuring(tmp_path, option):
     path = tmp_path / "file" / "report"
     finished = CliRunner().invoke(peers("command").peers, ["no-such-model", option, str(path)])
     assert finished.exit_code == 2
-    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path}/file is not a folder"
+    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path / 'file'} is not a folder"
 
 
 def test_an_environment_that_cannot_be_made_is_an_error_in_a_line(tmp_path):

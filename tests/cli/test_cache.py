@@ -5,10 +5,12 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
 
+import chunkrt
 from chunkrt.backends.qnn.contexts import ContextFolder
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -58,6 +60,16 @@ def test_cache_lists_shows_and_clears_files(command, own_home):
     gc.collect()  # Windows removes no mapped file, so the engine of this process must be gone
     assert command("cache", "clear", "--all").status == 0
     assert sizes(command)["engines"]["entries"] == 0
+
+
+def test_cleared_engine_of_another_process_is_compiled_again(command, own_home):
+    with chunkrt.load(GGUF) as engine, engine.session() as session:
+        expected = session.prefill([1, 2, 3]).logits
+        assert command("cache", "clear", "--all").status == 0
+        assert sizes(command)["engines"]["entries"] == 0
+        assert answer(command)["text"]
+        session.rewind(0)
+        assert np.array_equal(session.prefill([1, 2, 3]).logits, expected)
 
 
 def test_cache_of_another_folder(command, own_home, tmp_path):

@@ -113,7 +113,7 @@ def test_wrong_commands_print_one_line_and_keep_the_chat(command, chat_model, tm
         "/set temperature -1": "temperature: found -1.0",
         "/set n 0": "max_new_tokens is 0, expected at least 1",
         "/save": "name a file, e.g. /save chat.json",
-        "/save nowhere/\\": "cannot write",
+        "/save nowhere/chat.json": "cannot write",
         "/load nowhere.json": "cannot read the prompt from nowhere.json",
         "/retry": "there is no turn to answer again",
         "/helpme": "unknown command /helpme; /help lists them",

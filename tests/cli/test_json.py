@@ -56,7 +56,7 @@ def places(tmp_path, command, monkeypatch):
     monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
     (tmp_path / "mine.toml").write_text(
         'family = "llama"\nscheme = "float"\ncontext_length = 64\nlicence = "mit"\n'
-        f'[source]\nkind = "path"\npath = "{GGUF}"\n'
+        f"[source]\nkind = 'path'\npath = '{GGUF}'\n"
     )
     (tmp_path / "prompts.jsonl").write_text('"hello"\n{"prompt": "more", "id": "a"}\n')
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 20)

@@ -105,9 +105,11 @@ def test_many_prompts_are_answered_in_order(command, chat_model, tmp_path):
     assert [row["text"] for row in rows] == [alone[0], alone[1], "Sure" + alone[2]]
     assert [(row["index"], row["id"]) for row in rows] == [(0, None), (1, "second"), (2, 3)]
     assert {(row["finish_reason"], row["new_tokens"]) for row in rows} == {("length", 8)}
-    path.write_text("\ufeff" + path.read_text())  # a byte order mark is ignored
+    path.write_text("\ufeff" + path.read_text(), encoding="utf-8")  # a byte order mark is ignored
     assert command("run", chat_model, "--prompts", path, "-n", 8, "--chunk", 8).out == finished.out
-    piped = command("run", chat_model, "--prompts", "-", "-n", 8, "--batcher", "sequential", stdin=path.read_text())
+    piped = command(
+        "run", chat_model, "--prompts", "-", "-n", 8, "--batcher", "sequential", stdin=path.read_text("utf-8")
+    )
     assert piped.out == finished.out
 
 

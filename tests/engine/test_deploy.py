@@ -355,6 +355,7 @@ def test_doctor_reports_missing_contexts(device, command):
     assert (found["ok"], found["found"]) == (False, "those of {}, chunks of {}, are missing".format(*COMPILED_FOR[0]))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="these parts are those of Linux and Android")
 def test_doctor_checks_the_parts_that_a_device_needs(device, command, tmp_path, monkeypatch):
     monkeypatch.setattr(library, "is_emulating", lambda: False)
     monkeypatch.setattr(doctor.qnn, "is_emulating", lambda: False)
@@ -565,7 +566,7 @@ def start_compiling(place):
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", COMPILE, *compilation(place)], env=environment, stdout=subprocess.PIPE
     )
-    assert process.stdout.readline() == b"ready\n"
+    assert process.stdout.readline().strip() == b"ready"
     return process
 
 
@@ -618,7 +619,8 @@ def test_compile_killed_at_any_moment_leaves_nothing_that_loads_wrongly(command,
     compile_here(command, monkeypatch, place)
     assert listing(place) == clean
     np.testing.assert_array_equal(run(place / "output")[0], expected)
-    assert {path.name for path in place.rglob(".*")} == {".calibrations.lock", ".contexts.lock", ".engines.lock"}
+    locks = {".calibrations.lock", ".contexts.lock", ".engines.lock"}  # Windows removes them
+    assert {path.name for path in place.rglob(".*")} == (set() if sys.platform == "win32" else locks)
 
 
 def test_second_compilation_into_one_folder_is_an_error(tmp_path, waiting):

@@ -124,7 +124,7 @@ def has_npu() -> bool:
         return False
     # ONNX Runtime finds NPUs on Windows; on Linux the driver's device file shows one.
     is_listed = bool(device.type == ort.OrtHardwareDeviceType.NPU)
-    return is_listed or any(os.access(f"/dev/{name}", os.R_OK) for name in LINUX_NPU_DEVICES)
+    return is_listed or any(os.access(Path("/dev", name), os.R_OK) for name in LINUX_NPU_DEVICES)
 
 
 @cache
