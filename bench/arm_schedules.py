@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-from roofline_work import work_of
+from roofline_work import tasks_of, work_of
 
 import chunkrt
-from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.work import cut
 
 KERNELS = Path(__file__).resolve().parent.parent / "csrc" / "kernels"
@@ -116,13 +115,7 @@ def predict(model: str, linear: float, attention: dict[str, float], gigahertz: f
         for name, of_attention in attention.items():
             for length in PROMPTS:
                 chunks = cut(length, engine.chunk_length)
-                last = len(engine.plan.subgraphs) - 1
-                tasks = [
-                    Task(subgraph, chunk)
-                    for chunk in range(len(chunks))
-                    for subgraph in range(last + (chunk == len(chunks) - 1))
-                ]
-                work = work_of(engine.plan, engine.scheme, chunks, tasks)
+                work = work_of(engine.plan, engine.scheme, chunks, tasks_of(engine.plan, chunks))
                 cycles_taken = work.digit_macs / linear + work.attention_macs / of_attention
                 rate_at_peak = length / (cycles_taken / (gigahertz * 1e9))
                 click.echo(f"| {name} | {length} | {rate_at_peak:,.0f} | {share * rate_at_peak:,.0f} |")
@@ -151,6 +144,8 @@ def main(compiler: str, analyser: str, most: int, model: str | None, gigahertz: 
                     key = case.file, case.instruction
                     best[key] = max(best.get(key, 0.0), found or 0.0)
             click.echo("| " + " | ".join(row) + " |")
+    if model is not None and (absent := [" ".join(key) for key, found in best.items() if not found]):
+        raise click.ClickException(f"{analyser} has no rate of {', '.join(absent)} on {PROCESSORS[0]}")
     if model is not None:
         products, scores = (best["attention/neon_bf16.cc", name] for name in ("bfmmla", "smmla"))
         attention = {

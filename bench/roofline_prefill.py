@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import numpy as np
-from roofline_work import Work, work_of
+from roofline_work import Work, tasks_of, work_of
 
 import chunkrt
 from chunkrt.engine.engine import Engine
@@ -68,7 +68,7 @@ class Prefills:
                 if counts:
                     self.samples.setdefault((length, threads), []).append(result.seconds)
                 chunks = cut(length, engine.chunk_length)
-                tasks = [event.task for event in result.events]
+                tasks = tasks_of(engine.plan, chunks)
                 self.works[length] = work_of(engine.plan, engine.scheme, chunks, tasks)
 
     def close(self) -> None:

@@ -52,6 +52,12 @@ class Work:
     weight_bytes: int
 
 
+def tasks_of(plan: Plan, chunks: Sequence[ChunkWork]) -> list[Task]:
+    """Return the tasks of a run, with a task for each subgraph of the plan that a chunk needs."""
+    routes = plan.flow.routes(len(chunks), [number for number, chunk in enumerate(chunks) if chunk.num_rows])
+    return [Task(index, number) for number, route in enumerate(routes) for index in route.subgraphs]
+
+
 def work_of(
     plan: Plan,
     scheme: Scheme,

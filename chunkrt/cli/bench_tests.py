@@ -28,7 +28,8 @@ from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.record import Origin, RunRecord, origin_of
+from chunkrt.runtime.record import Origin, RunRecord, Stage, origin_of
+from chunkrt.runtime.tasks import TaskEvent
 from chunkrt.runtime.trace.utilisation import utilisation
 
 Sample = TypeVar("Sample")
@@ -306,7 +307,12 @@ def measure(
         records += ran
     samples_ns = [whole for _, whole in samples]
     rates = [(test.n_prompt + test.n_gen) / (ns / 1e9) for ns in samples_ns]
-    busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
+    stages, events = list[Stage](), list[TaskEvent]()
+    for record in ran:  # those of one chunk or token may have a pipeline of their own
+        first = len(stages)
+        events += [e._replace(task=e.task._replace(subgraph=first + e.task.subgraph)) for e in record.events]
+        stages += record.pipeline.stages
+    busy = utilisation(events, stages)
     has_npu = engine.loaded.npu_backend.concurrency is not None
     return BenchRow(
         **setup_of(engine, model, ran),

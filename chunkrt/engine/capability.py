@@ -82,7 +82,7 @@ def plan_by_capability(
             if placed_by_name(placement, node) == "npu" and node not in near:
                 raise PartitionError(f"{name} cannot run node {node}, which is placed on the NPU: {reason}")
         subgraphs += _cut(subgraph, plan, uses)
-        moved += [each for each in refused if each[1] not in near]
+        moved += [(operator, node, reason) for operator, node, reason in refused if node not in near]
     if options.npu_strict and moved:
         return plan, []
     return (plan if tuple(subgraphs) == plan.subgraphs else replace(plan, subgraphs=tuple(subgraphs))), moved

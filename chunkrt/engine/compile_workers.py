@@ -124,7 +124,7 @@ class Contexts:
 
     def most_weight_bytes(self, jobs: Sequence[Job]) -> int:
         """Return the largest size of the weights of a context."""
-        names = {graph: self._graph(*graph)[0].weights for graph in {job[2:] for job in jobs}}
+        names = {graph: self._graph(*graph)[0].weights for graph in {(reach, name) for _, _, reach, name in jobs}}
         sizes = {name: self.plan.tensors[name].num_bytes() // 4 for of_one in names.values() for name in of_one}
         return max(sum(sizes[name] for name in of_one) for of_one in names.values())
 

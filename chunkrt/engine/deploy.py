@@ -101,7 +101,8 @@ def compile_engine(
         contexts = compiled[target] = {}
         for done, job in enumerate(jobs[soc, chunk_length]):
             progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(on_npu))
-            contexts[job[2:]] = opened.prepare(job)
+            _, _, reach, name = job
+            contexts[reach, name] = opened.prepare(job)
 
     def finish(folder: Path) -> None:
         if for_host:

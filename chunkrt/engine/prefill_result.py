@@ -36,7 +36,9 @@ class PrefillResult:
         num_cached: number of tokens from the prefix cache.
         num_chunks: number of chunks that were computed.
         seconds: wall time.
-        events: one record for each task, for statistics and traces.
+        events: one record for each task, for statistics and traces. The subgraph of a task is an index into the stages
+            of its run (`RunRecord.pipeline`, see `Session.on_run`). For a prompt of one chunk without an NPU these are
+            the two fused parts of the plan.
     """
 
     logits: Float32 | None

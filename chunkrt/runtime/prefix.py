@@ -77,7 +77,7 @@ def copied(tensors: StateTensors, stacks: tuple[Stack, ...], slots: slice | Arra
 
 
 def is_held(piece: PrefixPiece, tensors: StateTensors) -> bool:
-    """Return True if the caches of a state still contain a piece that was copied between them earlier."""
+    """Return True if the caches of a state still contain a piece that was copied from or to them."""
     return bool(piece.caches) and tensors.contains(piece.start, piece.caches[0])
 
 

@@ -278,7 +278,7 @@ class State:
         """
         self._settle()
         tensors = self._tensors
-        writes = writes_of(prefix, tensors)
+        writes = writes_of(prefix, tensors)  # before pieces are forgotten
         tensors.forget_pieces(
             next((piece.start for piece in prefix.pieces if not is_held(piece, tensors)), prefix.position)
         )

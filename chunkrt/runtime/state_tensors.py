@@ -119,11 +119,13 @@ class StateTensors:
         identifies a piece because it never changes.
         """
         self._pieces_end = 0
+        self.is_offered = False
+        """True if the operating system may take the pages of the caches back, so their contents may be lost."""
 
     @property
     def has_pieces(self) -> bool:
         """True if the caches contain pieces of prefixes, which need not be copied again."""
-        return bool(self._pieces)
+        return any(array() is not None for _, array in self._pieces.values())
 
     def contains(self, start: int, array: Array) -> bool:
         """Return True if the caches contain the piece that begins at a position and has this first array."""
@@ -132,8 +134,8 @@ class StateTensors:
 
     def note_piece(self, start: int, end: int, array: Array) -> None:
         """Record that the caches contain a piece."""
+        self._pieces_end = max(self._pieces_end, end)  # first, because an interrupt may occur in between
         self._pieces[start] = end, weakref.ref(array)
-        self._pieces_end = max(self._pieces_end, end)
 
     def forget_pieces(self, position: int = 0) -> None:
         """Record that the caches are about to change from a position on."""
@@ -270,10 +272,10 @@ MOST_SPARE_BYTES = 256 * 2**20
 class SpareTensors:
     """Memory of states that are no longer used, for new states of the same plan, capacity, dtype and chunk length.
 
-    The pages of this memory are committed already, and the operating system may take them back. It may not take back
-    those of the last state if that contains pieces of prefixes: a session that continues the same conversation then
-    copies nothing. Any thread may use the object without a lock, because the garbage collector releases states at any
-    point.
+    The pages of this memory are committed already, and the operating system may take them back. The pages of the last
+    state that was released are kept if its caches contain pieces of prefixes: a session that continues the same
+    conversation then need not copy these pieces. Any thread may use the object without a lock, because the garbage
+    collector releases states at any point.
     """
 
     def __init__(self) -> None:
@@ -296,6 +298,7 @@ class SpareTensors:
         except IndexError:
             tensors = StateTensors(plan, capacity, dtype, chunk_length)
         else:
+            tensors.is_offered = False
             for array, key, value in tensors.to_be_empty():
                 array[key] = value
         weakref.finalize(lease, self._give_back, tensors).atexit = False
@@ -305,19 +308,27 @@ class SpareTensors:
         if self._is_closed:
             return
         if len(self._spare) < MOST_SPARE and tensors.num_committed_bytes <= MOST_SPARE_BYTES:
+            earlier = list[StateTensors]()
             with suppress(IndexError):
-                before = self._spare.pop()  # no other thread uses it, until it is back
-                _offer(before)
-                self._spare.append(before)
+                while True:
+                    earlier.append(self._spare.pop())  # no other thread uses these until they are back
+            for each in reversed(earlier):
+                _offer(each)
+                self._spare.append(each)
             if not tensors.has_pieces:
                 _offer(tensors)
             self._spare.append(tensors)
+            if self._is_closed:
+                self._spare.clear()
 
 
 def _offer(tensors: StateTensors) -> None:
-    tensors.forget_pieces()
-    for stack in tensors.cache_stacks:
-        offer_pages(stack.array)
+    """Let the operating system take back the pages of caches, whose contents are no longer used."""
+    if not tensors.is_offered:
+        tensors.forget_pieces()
+        tensors.is_offered = True
+        for stack in tensors.cache_stacks:
+            offer_pages(stack.array)
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]], dtype: CacheDtype, values: frozenset[str]) -> tuple[Stack, ...]:

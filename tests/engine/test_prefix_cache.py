@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -551,6 +555,62 @@ def test_next_session_of_a_conversation_copies_only_changed_pieces() -> None:
         state.take(cache.find(tokens, state, 64))
         for name, array in caches_of(state, 64).items():
             np.testing.assert_array_equal(array, expected[name])
+
+
+def interrupt_at(number: int, function: str, act: Callable[[], object]) -> bool:
+    """Call a function, and interrupt it before the given instruction of all calls of `function`. Return True if there
+    was such an instruction."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal left
+        if frame.f_code.co_name != function:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_interrupt_while_pieces_are_noted_leaves_no_stale_piece() -> None:
+    tokens = list(range(1, 71))
+    with load(CACHES_ONLY, 8, prefix_cache="memory", cache_dtype="float32") as engine:
+        cache = engine.loaded.prefix_cache
+        assert cache is not None
+        with engine.session() as session:
+            session.prefill(tokens)
+        state = make_state(engine)
+        prefix = cache.find(tokens, state, 64)
+        assert prefix is not None
+        state.take(prefix)
+        expected = caches_of(state, 64)
+        number, was_interrupted = 0, True
+        while was_interrupted:
+            state = State(engine.plan, engine.context_length, "float32", chunk_length=8)
+            was_interrupted = interrupt_at(number, "note_piece", partial(state.take, prefix))
+            state.rewind(0)
+            state.begin(64)
+            for array in state.tensors.values():
+                array[:, :64] = 5
+            state.advance(64)
+            state.rewind(0)
+            state.take(prefix)
+            for name, array in caches_of(state, 64).items():
+                np.testing.assert_array_equal(array, expected[name], err_msg=f"{number} {name}")
+            number += 1
+    assert number > 20
 
 
 def test_memory_of_a_state_is_not_shared_while_another_state_uses_it() -> None:
