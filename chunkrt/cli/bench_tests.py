@@ -308,7 +308,7 @@ def measure(
     samples_ns = [whole for _, whole in samples]
     rates = [(test.n_prompt + test.n_gen) / (ns / 1e9) for ns in samples_ns]
     stages, events = list[Stage](), list[TaskEvent]()
-    for record in ran:  # those of one chunk or token may have a pipeline of their own
+    for record in ran:  # a run of one chunk or token may have a pipeline of its own
         first = len(stages)
         events += [e._replace(task=e.task._replace(subgraph=first + e.task.subgraph)) for e in record.events]
         stages += record.pipeline.stages
