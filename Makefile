@@ -132,8 +132,7 @@ test-sanitize-cpp:
 	build/tsan/csrc/tests/chunkrt_program_tests
 
 test-sanitize-python:
-	$(SANITIZED) -m pytest --numprocesses $(JOBS) -p no:cacheprovider -o faulthandler_timeout=1200 \
-	  tests/backends/test_native_*.py
+	$(SANITIZED) -m pytest -p no:cacheprovider -o faulthandler_timeout=1200 tests/backends/test_native_*.py
 
 docs: $(VENV)/.package $(VENV)/.docs ## build the documentation site in build/site/VERSION; broken links are errors
 	$(BIN)/python -P docs/site/options.py > build/options.md && cp build/options.md docs/options.md
