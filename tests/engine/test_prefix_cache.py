@@ -38,6 +38,8 @@ SMALL, LARGE = 200_000, 10**8
 """Limits in bytes: with the first, most prefixes are evicted before they are needed."""
 CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE = "llama_gqa", "mistral_window_5", "lfm2", "qwen3_next"
 MAMBA, MAMBA_ALONE = "bamba", "mamba2"
+LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
+"""Beginnings of the names of decoders whose context cannot shift."""
 
 
 def load(name: str, chunk_length: int, **options: object) -> Engine:
@@ -279,7 +281,7 @@ def test_prompt_that_fails_after_a_shift_uses_nothing_from_the_cache(
 
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(LEARNED_POSITIONS)])
 def test_prefix_cache_with_shifts_and_failing_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The contents of a session after shifts are not exact, and a failing prompt does not make them exact."""
     options, random = {"context_shift": True, "context_length": 40}, Random(7)
