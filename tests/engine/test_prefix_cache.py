@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from chunkrt.engine.prefix_cache.cache import PrefixCache
 from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError, DeviceLostError
+from chunkrt.runtime.prefix import Prefix
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 
@@ -509,19 +511,32 @@ def caches_of(state: State, position: int) -> dict[str, np.ndarray]:
     return {name: array[:, :position].copy() for name, array in state.tensors.items()}
 
 
-def test_next_session_of_a_conversation_copies_only_changed_pieces() -> None:
-    """The memory of a closed session serves the next one; zeros that the test writes there remain if nothing is
-    copied."""
-    tokens = list(range(1, 71))
+@contextmanager
+def engine_that_computed(tokens: list[int]) -> Iterator[tuple[Engine, PrefixCache]]:
+    """Yield an engine in which a closed session computed some tokens, and the engine's prefix cache."""
     with load(CACHES_ONLY, 8, prefix_cache="memory", cache_dtype="float32") as engine:
         cache = engine.loaded.prefix_cache
         assert cache is not None
         with engine.session() as session:
             session.prefill(tokens)
+        yield engine, cache
+
+
+def found_prefix(cache: PrefixCache, tokens: list[int], state: State) -> Prefix:
+    """Return the prefix of 64 tokens."""
+    prefix = cache.find(tokens, state, 64)
+    assert prefix is not None
+    assert prefix.position == 64
+    return prefix
+
+
+def test_next_session_of_a_conversation_copies_only_changed_pieces() -> None:
+    """The memory of a closed session serves the next one; zeros that the test writes there remain if nothing is
+    copied."""
+    tokens = list(range(1, 71))
+    with engine_that_computed(tokens) as (engine, cache):
         state = make_state(engine)
-        prefix = cache.find(tokens, state, 64)
-        assert prefix is not None
-        assert prefix.position == 64
+        prefix = found_prefix(cache, tokens, state)
         state.take(prefix)
         expected = caches_of(state, 64)
         for array in state.tensors.values():
@@ -588,14 +603,9 @@ def interrupt_at(number: int, function: str, act: Callable[[], object]) -> bool:
 
 def test_interrupt_while_pieces_are_noted_leaves_no_stale_piece() -> None:
     tokens = list(range(1, 71))
-    with load(CACHES_ONLY, 8, prefix_cache="memory", cache_dtype="float32") as engine:
-        cache = engine.loaded.prefix_cache
-        assert cache is not None
-        with engine.session() as session:
-            session.prefill(tokens)
+    with engine_that_computed(tokens) as (engine, cache):
         state = make_state(engine)
-        prefix = cache.find(tokens, state, 64)
-        assert prefix is not None
+        prefix = found_prefix(cache, tokens, state)
         state.take(prefix)
         expected = caches_of(state, 64)
         number, was_interrupted = 0, True
