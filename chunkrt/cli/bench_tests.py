@@ -28,8 +28,7 @@ from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.record import Origin, RunRecord, Stage, origin_of
-from chunkrt.runtime.tasks import TaskEvent
+from chunkrt.runtime.record import Origin, RunRecord, origin_of
 from chunkrt.runtime.trace.utilisation import utilisation
 
 Sample = TypeVar("Sample")
@@ -307,12 +306,7 @@ def measure(
         records += ran
     samples_ns = [whole for _, whole in samples]
     rates = [(test.n_prompt + test.n_gen) / (ns / 1e9) for ns in samples_ns]
-    stages, events = list[Stage](), list[TaskEvent]()
-    for record in ran:  # a run of one chunk or token may have a pipeline of its own
-        first = len(stages)
-        events += [e._replace(task=e.task._replace(subgraph=first + e.task.subgraph)) for e in record.events]
-        stages += record.pipeline.stages
-    busy = utilisation(events, stages)
+    busy = utilisation(ran)
     has_npu = engine.loaded.npu_backend.concurrency is not None
     return BenchRow(
         **setup_of(engine, model, ran),

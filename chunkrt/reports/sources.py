@@ -145,7 +145,7 @@ def _prefills(group: Group, title: str, name: str) -> Result | None:
         return None
     first, runs = records[0], len(records)
     pipeline = first.pipeline
-    busy = utilisation(first.events, pipeline.stages) if runs == 1 else None
+    busy = utilisation(records) if runs == 1 else None
     has_npu = any(processor.devices == {"npu"} for processor in pipeline.processors)
     processors = [processor for processor in pipeline.processors if processor.name != "link"]
     return Result(

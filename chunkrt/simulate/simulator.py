@@ -531,7 +531,7 @@ def _utilisation(records: Sequence[RunRecord]) -> dict[str, float]:
     found: dict[str, float] = {}
     for record in records:
         part = (record.end_ns - record.start_ns) / max(total_ns, 1)
-        for name, share in utilisation(record.events, record.pipeline.stages).items():
+        for name, share in utilisation([record]).items():
             found[name] = found.get(name, 0.0) + part * share
     return found
 

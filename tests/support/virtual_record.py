@@ -35,7 +35,12 @@ def make_record(
         num_slots=slots,
         slot_bytes=500,
     )
-    others = {"position": 0, "position_bytes": 24, "start_ns": 0, "end_ns": max(event.end_ns for event in events)}
+    others = {
+        "position": 0,
+        "position_bytes": 24,
+        "start_ns": 0,
+        "end_ns": max((event.end_ns for event in events), default=0),
+    }
     return RunRecord(pipeline=pipeline, num_tokens=num_tokens, events=events, **others | fields)
 
 

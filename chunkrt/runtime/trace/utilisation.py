@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkrt.runtime.record import RunRecord, Stage
-from chunkrt.runtime.tasks import TaskEvent
+from chunkrt.graph.plan import Device
+from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.shared import joined
 
 
-def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> dict[str, float]:
-    """Return the utilisation of the roles during runs of one pipeline.
+def utilisation(records: Sequence[RunRecord]) -> dict[str, float]:
+    """Return the utilisation of the roles during some runs.
 
     Returns:
         Shares of the time between the start of the first task and the end of the last task, from 0 to 1: "npu_busy" and
         "cpu_busy", in which at least one task of the role ran, and "overlap", in which at least two tasks of the two
         roles ran. All shares are 0 if no task ran or no time passed.
     """
-    spans = [(event.start_ns, event.end_ns) for event in events]
-    wall_ns = max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
-
-    def share(device: str) -> float:
-        own = [s for s, e in zip(spans, events, strict=True) if device_of(e) == device]
-        return covered_ns(own, depth=1) / wall_ns
-
-    def device_of(event: TaskEvent) -> str:
-        return stages[event.task.subgraph].device
-
+    spans: dict[Device, list[tuple[int, int]]] = {"npu": [], "cpu": [], "link": []}
+    for record in records:
+        for event in record.events:
+            spans[record.pipeline.stages[event.task.subgraph].device].append((event.start_ns, event.end_ns))
+    moments = [moment for of_device in spans.values() for span in of_device for moment in span]
+    wall_ns = max(moments, default=0) - min(moments, default=0)
     if wall_ns == 0:
         return {"npu_busy": 0.0, "cpu_busy": 0.0, "overlap": 0.0}
-    computed = [span for span, event in zip(spans, events, strict=True) if device_of(event) != "link"]
-    overlap = covered_ns(computed, depth=2) / wall_ns
-    return {"npu_busy": share("npu"), "cpu_busy": share("cpu"), "overlap": overlap}
+    return {
+        "npu_busy": covered_ns(spans["npu"], depth=1) / wall_ns,
+        "cpu_busy": covered_ns(spans["cpu"], depth=1) / wall_ns,
+        "overlap": covered_ns(spans["npu"] + spans["cpu"], depth=2) / wall_ns,
+    }
 
 
 def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:
