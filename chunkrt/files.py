@@ -17,20 +17,21 @@ import os
 import shutil
 import stat
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
 from glob import escape
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from uuid import uuid4
-from zipfile import ZipFile
-
-from filelock import FileLock, Timeout
 
 from chunkrt.errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    from zipfile import ZipFile
+
+    from filelock import BaseFileLock
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
@@ -63,10 +64,10 @@ def locked(path: Path, doing: str) -> Iterator[None]:
     Raises:
         OSError: the file cannot be written.
     """
-    lock = FileLock(path)
+    lock = _file_lock(path)
     try:
         held = lock.acquire(timeout=SILENT_SECONDS)
-    except Timeout:
+    except TimeoutError:
         if not path.exists():
             path.touch()  # an error, for example in /proc, where the lock would retry forever
         _tell_of_waiting(doing)
@@ -167,7 +168,7 @@ def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
     _make_folder(parent)
     folder = parent / f"{prefix}{uuid4().hex[:12]}"
     lock = _lock_of(folder)
-    with FileLock(lock):
+    with _file_lock(lock):
         folder.mkdir()
         try:
             yield folder
@@ -180,9 +181,15 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove folders of `own_folder` whose processes were killed, and ignore errors."""
     for folder in {path.with_name(path.name.removesuffix(".lock")) for path in parent.glob(f"{prefix}*")}:
         lock = _lock_of(folder)
-        with suppress(OSError, Timeout), FileLock(lock, timeout=0):
+        with suppress(OSError), _file_lock(lock).acquire(timeout=0):
             remove(folder)
             remove(lock)
+
+
+def _file_lock(path: Path) -> BaseFileLock:
+    from filelock import FileLock  # imported here, because most starts write no file
+
+    return FileLock(path)
 
 
 def _lock_of(folder: Path) -> Path:
@@ -290,6 +297,8 @@ def _open_shared(path: Path) -> BinaryIO:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raise OSError if it cannot be read, or ValueError if it is not TOML."""
+    import tomllib
+
     try:
         return tomllib.loads(read_text(path))
     except RecursionError as error:

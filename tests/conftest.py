@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from filelock import Timeout
+from filelock import FileLock, Timeout
 from hypothesis import settings
 
 from chunkrt import files
@@ -107,7 +107,7 @@ def waiting(monkeypatch):
     """Return an event that is set when a thread waits for a lock file that another one holds."""
     event = threading.Event()
 
-    class WatchedLock(files.FileLock):
+    class WatchedLock(FileLock):
         def acquire(self, *arguments, **options):
             try:
                 return super().acquire(*arguments, **options)
@@ -115,6 +115,6 @@ def waiting(monkeypatch):
                 event.set()
                 raise
 
-    monkeypatch.setattr(files, "FileLock", WatchedLock)
+    monkeypatch.setattr("filelock.FileLock", WatchedLock)
     monkeypatch.setattr(files, "SILENT_SECONDS", 0)
     return event

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_backend import make_plan
+from filelock import FileLock
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
@@ -52,7 +53,7 @@ def test_written_aside_serialises_writers_of_one_path(tmp_path, waiting):
 def test_locked_does_not_report_short_waits(tmp_path, caplog, monkeypatch):
     asked = threading.Event()
 
-    class Asked(files.FileLock):
+    class Asked(FileLock):
         def acquire(self, *arguments, **options):
             asked.set()
             return super().acquire(*arguments, **options)
@@ -64,7 +65,7 @@ def test_locked_does_not_report_short_waits(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(files, "SILENT_SECONDS", 60)
     with ThreadPoolExecutor(1) as threads:
         with files.locked(tmp_path / "lock", "working"):
-            monkeypatch.setattr(files, "FileLock", Asked)
+            monkeypatch.setattr("filelock.FileLock", Asked)
             waiting = threads.submit(second)
             assert asked.wait(60)
         waiting.result()

@@ -153,6 +153,8 @@ class Dispatcher:
             operator for operator, form in registry.required().items() if registry.find_own(operator, form)
         )
         self._objects: WeakValueDictionary[tuple[str, str, str], NodeObject] = WeakValueDictionary()
+        self._chosen: dict[tuple[str, str], Sequence[tuple[Use, Runner]]] = {}
+        """Results of `runners`, by names of subgraphs and backends."""
         switches.check_paths(self._names())
 
     @property
@@ -170,7 +172,7 @@ class Dispatcher:
     def for_plan(self, plan: Plan) -> Dispatcher:
         """Return a dispatcher with the same settings for another plan of the decoder; it repeats no warnings."""
         other = copy(self)
-        other._plan = plan
+        other._plan, other._chosen = plan, {}
         return other
 
     def compile(self, subgraph: Subgraph, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
@@ -209,7 +211,7 @@ class Dispatcher:
         plan = replace(self._plan, subgraphs=(*before, *parts, *after))
         return [Section(subgraph=part, plan=plan, runners=group) for part, group in zip(parts, groups, strict=True)]
 
-    def runners(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Runner]]:
+    def runners(self, subgraph: Subgraph, backend: str) -> Sequence[tuple[Use, Runner]]:
         """Return the runner of each operator of a subgraph, in execution order.
 
         Raises:
@@ -217,10 +219,13 @@ class Dispatcher:
             ConfigError: forms of several packages accept a node, the forms that a switch names refuse it, or a switch
                 rules out a form that is required for it.
         """
-        return [
-            (use, self._choose(use, declare(use, subgraph, self._plan, self._scheme.name), backend))
-            for use in uses(subgraph, self._plan)
-        ]
+        key = (subgraph.name, backend)
+        if (chosen := self._chosen.get(key)) is None:
+            chosen = self._chosen[key] = [
+                (use, self._choose(use, declare(use, subgraph, self._plan, self._scheme.name), backend))
+                for use in uses(subgraph, self._plan)
+            ]
+        return chosen
 
     def compiles_whole(self, backend: str) -> bool:
         """Return whether a backend compiles every subgraph of the plan, except sums over ranks, as a single section

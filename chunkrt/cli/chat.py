@@ -15,6 +15,7 @@ from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import Tokenizer
+from chunkrt.tokenizer.chat_template import prepare
 
 HELP = "/help lists the commands, /exit or Ctrl-D ends the chat, Ctrl-C stops an answer"
 
@@ -43,6 +44,7 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
     --context-shift drops the oldest tokens.
     """
     settings, sampling, generation = split_options(options)
+    prepare()
     with open_engine(model, settings) as engine, engine.session() as session:
         tokenizer = engine.tokenizer
         if not tokenizer.has_chat_template:

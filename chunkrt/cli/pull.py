@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.catalogue import fetch
 from chunkrt.checkpoints.hub import fetch_model, parse_hub_id
 from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
@@ -35,11 +36,11 @@ def pull_with_progress(entry: catalogue.CatalogueEntry, *, is_forced: bool) -> P
     """Download and verify an entry; in a terminal, show a progress bar on stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        return catalogue.pull(entry, is_verified=True, is_forced=is_forced)
+        return fetch.pull(entry, is_verified=True, is_forced=is_forced)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"pulling {entry.name}", total=None)
-        return catalogue.pull(
+        return fetch.pull(
             entry,
             lambda done, total: bar.update(task, completed=done, total=total),
             is_verified=True,

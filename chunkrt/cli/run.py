@@ -13,6 +13,7 @@ from chunkrt.cli.command import GroupedCommand, json_option, model_argument, opt
 from chunkrt.cli.generation_options import generation_options, refuse_idle, split_options, stream_answer
 from chunkrt.cli.prompts import answer_prompts, read_prompt, read_prompts
 from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without, trace_option, written_trace
+from chunkrt.tokenizer.chat_template import prepare
 
 
 @click.command(
@@ -90,6 +91,10 @@ def run(
         return
     refuse_without("--prompts", "batcher", "queue", "cache_memory")
     asked = read_prompt(prompt, files, messages_file, prefill_answer)
+    if not raw:
+        prepare()
+    if engine_settings.get("prefix_cache") is None and engine_settings.get("prefix_cache_memory") is None:
+        engine_settings["prefix_cache"] = "off"  # nothing follows that could use it
     begin = time.perf_counter()
     with written_trace(trace, model) as traced, open_engine(model, engine_settings) as engine:
         load_seconds = time.perf_counter() - begin

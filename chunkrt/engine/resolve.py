@@ -249,8 +249,12 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     if path.name != model or model.endswith((".gguf", ".onnx")):
         raise ModelError(f"there is no file or folder {model}")
     entry = catalogue.find(model)
-    path = catalogue.pull(entry, lambda done, total: progress(f"downloading {model}", done, total))
-    return path, entry.scheme
+    found = catalogue.pulled(entry)
+    if found is None or catalogue.damage(entry):
+        from chunkrt.checkpoints.catalogue.fetch import pull  # an HTTP client, which a pulled model does not need
+
+        found = pull(entry, lambda done, total: progress(f"downloading {model}", done, total))
+    return found, entry.scheme
 
 
 def options_placement(options: EngineOptions) -> Placement:

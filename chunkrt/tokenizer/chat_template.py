@@ -30,6 +30,16 @@ MAX_BYTES = 1 << 28
 _START_SECONDS = 60.0
 _LIBRARIES = ("jinja2", "markupsafe")
 
+_prepared: list[_Process] = []
+
+
+def prepare() -> None:
+    """Start the process of the next template now, so that it starts while a model is loaded. Errors are reported when a
+    template needs the process.
+    """
+    with suppress(ConfigError):
+        _prepared.append(_Process(MAX_BYTES))
+
 
 class ChatTemplate:
     """A compiled template, in a separate process that lives as long as this object. Threads may share the object.
@@ -93,11 +103,15 @@ class ChatTemplate:
     def _start(self, num_bytes: int) -> _Process:
         """Return the process; start a new one if it has ended or has too little memory for `num_bytes` of input."""
         if self._process is None or not self._process.can_take(num_bytes):
-            process = _Process(_memory_for(num_bytes))
+            process = _prepared.pop() if _prepared else _Process(_memory_for(num_bytes))
+            if not process.can_take(num_bytes):
+                process.stop()
+                process = _Process(_memory_for(num_bytes))
             weakref.finalize(self, process.stop)
             if self._process is not None:
                 self._process.stop()
             self._process = process
+            process.begin()
             try:
                 process.ask(_line(self._source))
             except _RefusedError as error:
@@ -125,8 +139,13 @@ class _Process:
             stderr=subprocess.DEVNULL,
         )
         path = sorted({str(Path(_origin(name)).parents[1]) for name in _LIBRARIES})
+        with suppress(OSError):  # `begin` reports that the process has ended
+            self._write(_line({"path": path, "memory_bytes": memory_bytes}))
+
+    def begin(self) -> None:
+        """Wait until the process has started. Raise ConfigError if it has ended."""
         try:
-            self.ask(_line({"path": path, "memory_bytes": memory_bytes}), seconds=_START_SECONDS)
+            self._read(_START_SECONDS)
         except _RefusedError as error:
             raise ConfigError(f"cannot start {sys.executable} for chat templates: {error}") from error
 
@@ -135,20 +154,28 @@ class _Process:
         is_here = os.getpid() == self._owner and self._process.poll() is None
         return is_here and _memory_for(num_bytes) <= self.memory_bytes
 
-    def ask(self, line: bytes, *, seconds: float | None = None) -> str:
+    def ask(self, line: bytes) -> str:
         """Send a line and return the text of the answer.
 
         Raises:
             _RefusedError: the answer is an error, or the process ended or exceeded its limits. The process is then
                 stopped.
         """
+        return self._read(MAX_SECONDS, line)
+
+    def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
+    def _read(self, seconds: float, line: bytes | None = None) -> str:
+        """Return the text of the next answer, to `line` if one is given. The errors are those of `ask`."""
         assert self._process.stdout is not None
-        watch = _Watch(self._process, seconds or MAX_SECONDS, self.memory_bytes)
+        watch = _Watch(self._process, seconds, self.memory_bytes)
         try:
             with watch:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
+                if line is not None:
+                    self._write(line)
                 answer = self._process.stdout.readline()
             found = json.loads(answer.decode("utf-8", "surrogatepass"))
         except (OSError, ValueError) as error:

@@ -111,7 +111,7 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json and text.json into an existing folder. Raises OSError if that fails."""
         _write(Path(folder) / SETTINGS_FILE, self.settings.to_json())
-        _write(Path(folder) / VOCABULARY_FILE, self.to_json())
+        _write(Path(folder) / VOCABULARY_FILE, _with_joined_merges(self.to_json()))
 
     def to_json(self) -> str:
         """Return the vocabulary and the rules for splitting text, in the format of the `tokenizers` library."""
@@ -341,6 +341,20 @@ def _write(path: Path, text: str) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _with_joined_merges(text: str) -> str:
+    """Return the contents of a tokenizer.json with merges in the older form "a b", if it can express them.
+
+    The library reads this form in two thirds of the time. It skips merges that begin with "#version".
+    """
+    contents = json.loads(text)
+    pairs: list[list[str]] = contents["model"].get("merges") or []
+    if any(" " in part for pair in pairs for part in pair) or any(pair[0].startswith("#version") for pair in pairs):
+        return text
+    if pairs:
+        contents["model"]["merges"] = [" ".join(pair) for pair in pairs]
+    return json.dumps(contents, ensure_ascii=False, separators=(",", ":"))
 
 
 VOCABULARY_FILE = "tokenizer.json"

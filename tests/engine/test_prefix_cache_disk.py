@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import xxhash
 from fake_backend import wait_until
+from filelock import FileLock, Timeout
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
 from random_folders import write_folder
 
@@ -266,16 +267,14 @@ def test_unwritable_folder_costs_one_line(
     def refuses(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(folder.FileLock, "acquire", refuses)
+    monkeypatch.setattr(FileLock, "acquire", refuses)
     assert cached_tokens(model, filled, truth) == 576
     with load(model, prefix_cache=filled) as engine:
         engine.session().prefill(TOKENS[::-1])
     assert lines == [f"the prefix cache cannot write to {filled} (Read-only file system); it continues in memory"]
 
 
-@pytest.mark.parametrize(
-    "error", [PermissionError(errno.EACCES, "Permission denied"), MemoryError(), folder.Timeout("lock")]
-)
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), MemoryError(), Timeout("lock")])
 def test_failed_write_is_tried_again(
     model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

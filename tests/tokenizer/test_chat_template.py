@@ -1,5 +1,6 @@
 """Chat templates become prompts as in Transformers, and hostile ones become errors."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
@@ -157,6 +158,30 @@ def test_lone_surrogates_pass():
 
 def test_missing_python_interpreter_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(ConfigError, match="need a Python interpreter"):
+        ChatTemplate("x")
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_process_that_was_started_early_renders_one_template(monkeypatch, is_killed):
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *given, **named: started.append(popen(*given, **named)) or started[-1]
+    )
+    chat_template.prepare()
+    assert len(started) == 1
+    if is_killed:
+        started[0].kill()
+        started[0].wait()
+    assert render("{{ messages[0].content }}") == USER["content"]
+    assert len(started) == (2 if is_killed else 1)
+    assert render("{{ messages[0].content }}") == USER["content"]
+    assert len(started) == (3 if is_killed else 2)
+
+
+def test_interpreter_that_is_missing_early_is_reported_by_the_template(monkeypatch):
+    monkeypatch.setattr("sys.executable", "")
+    chat_template.prepare()
     with pytest.raises(ConfigError, match="need a Python interpreter"):
         ChatTemplate("x")
 

