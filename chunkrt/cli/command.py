@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from math import isfinite
@@ -86,6 +87,17 @@ class GroupedCommand(click.Command):
         own = super().get_params(ctx)
         names = {name for parameter in own for name in parameter.opts}
         return [*own, _HELP_ALL, *(other for other in hidden_options() if other.opts[0] not in names)]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the command. An error that begins with the name of a parameter then begins with its flag."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            found = re.match(r"(\w+)(?=: | is )", message := str(error))
+            flags = {parameter.name: parameter.opts[-1] for parameter in self.params if parameter.opts[-1][0] == "-"}
+            if found and found[0] in flags:
+                error.args = (flags[found[0]] + message[found.end() :],)
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options used most, or, for `--help-all`, all options by group."""

@@ -221,7 +221,7 @@ class TokenSequence:
     def conversation(self) -> Conversation:
         """Data of the conversation in addition to the state."""
         tokens, dropped = np.array(self.tokens, np.int64), np.array(self._dropped, np.int64)
-        return tokens, dropped, self.logits, self.follows_text
+        return Conversation(tokens, dropped, self.logits, self.follows_text)
 
     def load(self, file: SessionFile) -> None:
         """Replace the contents by those of a file. After an error of `State.load` the sequence is unchanged. After an

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 from zipfile import ZipFile
 
 import numpy as np
@@ -24,11 +25,20 @@ _ARRAYS = ("session.tokens", "session.dropped", "session.logits", _MODEL)
 _MODEL_BYTES = 32
 
 
-Conversation = tuple[Array, Array, Array | None, bool]
-"""Data of a session in addition to its state: the tokens in the context, int64; the tokens that shifts of the context
-have dropped, int64; the logits after the last token, float32 [V], or None if this token has not been run; and True if
-the last token belongs to plain text.
-"""
+class Conversation(NamedTuple):
+    """Data of a session in addition to its state.
+
+    Attributes:
+        tokens: the tokens in the context, int64.
+        dropped: the tokens that shifts of the context have dropped, int64.
+        logits: the logits after the last token, float32 [V]; None if this token has not been run.
+        follows_text: True if the last token belongs to plain text.
+    """
+
+    tokens: Array
+    dropped: Array
+    logits: Array | None
+    follows_text: bool
 
 
 def model_digest(
@@ -99,7 +109,7 @@ class SessionFile(StateFile):
         if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):
             raise ModelError(f"{self.path} contains tokens outside the vocabulary of {self._vocab_size}; prefill again")
         after = logits.copy() if len(logits) else None
-        self.conversation = tokens, dropped, after, bool(found["follows_text"])
+        self.conversation = Conversation(tokens, dropped, after, bool(found["follows_text"]))
         return {name: read[name] for name in arrays}, found
 
     def _check(self, archive: ZipFile) -> None:

@@ -218,7 +218,7 @@ def test_paths_of_traces_are_checked_before_anything_runs(command, tmp_path):
 
 
 def test_failed_run_leaves_no_trace(command, tmp_path):
-    expect_one_line(command("run", GGUF, "-p", "x", "-n", 0, "--trace", tmp_path / "out.json"), "max_new_tokens is 0")
+    expect_one_line(command("run", GGUF, "-p", "x", "-n", 0, "--trace", tmp_path / "out.json"), "--max-new-tokens is 0")
     assert list(tmp_path.iterdir()) == []
 
 

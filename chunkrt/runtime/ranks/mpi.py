@@ -57,7 +57,7 @@ HEADER_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class _Peer:
     """Data that a rank sends to the other ranks when they connect.
 
     Attributes:
@@ -99,10 +99,10 @@ class MpiCommunicator(MessageCommunicator):
         end: Callable[[str], NoReturn],
     ) -> None:
         super().__init__(ranks, {ranks.rank: Mailbox()})
-        self._me = Peer(
+        self._me = _Peer(
             pid=os.getpid(), machine=_machine(), cpus=available_cpus(), version=version, arguments=tuple(arguments)
         )
-        self._peers: Sequence[Peer] = ()
+        self._peers: Sequence[_Peer] = ()
         """Data of the connected ranks, by rank."""
         self._foretell, self._end = foretell, end
         self._carrier = Carrier(self._deliver)
@@ -384,7 +384,7 @@ def _machine() -> tuple[str, ...]:
     )
 
 
-def _difference(peers: Sequence[Peer]) -> str:
+def _difference(peers: Sequence[_Peer]) -> str:
     """Return a description of the first rank whose version or arguments differ from those of rank 0. Return an empty
     string if no rank differs.
     """
