@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from sys import float_info
 from typing import Any
 
@@ -277,8 +278,8 @@ def _penalised(
     """Check the logits, and return them with the repetition penalty applied."""
     if logits.ndim != 1 or logits.size == 0:
         raise ConfigError(f"sampling: found logits of shape {list(logits.shape)}, expected [V]")
-    finite = np.isfinite(logits)
-    if not finite.all():
+    if not (isfinite(logits.max()) and isfinite(logits.min())):  # NaN is its own maximum
+        finite = np.isfinite(logits)
         first = int(np.argmin(finite))
         raise BackendError(
             f"{logits.size - np.count_nonzero(finite)} of {logits.size} logits are not finite (token {first} "
