@@ -115,7 +115,7 @@ def test_random_trees_of_prompts_give_the_same_bits(name: str, limit: int) -> No
 
 
 TIGHT = {
-    "memory": (40_000, LARGE),
+    "memory": (120_000, LARGE),
     "disk": (LARGE, 40_000),
     "both": (40_000, 40_000),
     "neither holds anything": (1, 1),
