@@ -244,7 +244,7 @@ class Generation:
             if allowed is not None and (logits == EXCLUDED).all():
                 raise ConstraintError(f"the constraint allows no token after {self._num_drawn} tokens of the answer")
         token_id = self._sampler.next(logits, self._sequence.tokens)
-        if token_id in excluded or not (allowed is None or allowed[token_id]):
+        if (excluded.size and token_id in excluded) or not (allowed is None or allowed[token_id]):
             raise ConstraintError(f"the sampler chose token {token_id}, which is not allowed here; use another sampler")
         if self._constraint is not None:
             self._constraint.accept(token_id)

@@ -116,7 +116,7 @@ class Sampler:
             ConfigError: logits are not of shape [V], or an id in `history` or with a bias is not in [0, V).
         """
         if self.options.temperature == 0:
-            token_id = int(np.argmax(self._scores(logits, history)))
+            token_id = int(self._scores(logits, history).argmax())
         else:
             token_ids, probabilities = self.distribution(logits, history)
             cumulative = np.cumsum(probabilities)
@@ -278,7 +278,7 @@ def _penalised(
     """Check the logits, and return them with the repetition penalty applied."""
     if logits.ndim != 1 or logits.size == 0:
         raise ConfigError(f"sampling: found logits of shape {list(logits.shape)}, expected [V]")
-    if not (isfinite(logits.max()) and isfinite(logits.min())):  # NaN is its own maximum
+    if not (isfinite(np.maximum.reduce(logits)) and isfinite(np.minimum.reduce(logits))):  # NaN is its own maximum
         finite = np.isfinite(logits)
         first = int(np.argmin(finite))
         raise BackendError(
