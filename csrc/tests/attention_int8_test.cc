@@ -110,8 +110,8 @@ void check_output(const Prompt& prompt, const Result& result) {
           query = mix(roped_head(prompt, row, query_position(s, row, key), head * s.head_dim));
         }
         for (std::size_t d = 0; d < depth; ++d) weights[key] += query.values[d] * keys[key][d] * scale;
-        error = std::max(
-            error, (0.5 + 1e-3) * query.scale * magnitudes[key] + 1e-5 * std::fabs(weights[key]));
+        error =
+            std::max(error, (0.5 + 1e-3) * query.scale * magnitudes[key] + 1e-5 * std::fabs(weights[key]));
         weights[key] = capped(s, weights[key]);
         most = std::max(most, weights[key]);
       }

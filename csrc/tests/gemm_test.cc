@@ -272,8 +272,7 @@ void test_rare_extremes(GemmFunction* function) {
           const std::size_t column = i % shape.columns;
           if (column % 3 != 2) right[i] = column % 3 == 0 ? 127 : -128;
         }
-        check_problem(function, Problem(shape, left, right), rows % 2 == 0,
-                      depth % 2 == 0);
+        check_problem(function, Problem(shape, left, right), rows % 2 == 0, depth % 2 == 0);
       }
     }
   }
