@@ -30,7 +30,6 @@ EXTRAS = ("compile", "test", "qnn", "plot", "serve", "structured")
 PINNED = ("numpy==2.1.3",)  # later releases of NumPy need functions that Wine 8 lacks
 SHORT_EXTRAS = ("compile", "test")
 SHORT = (
-    "tests/cli/test_chat.py",
     "tests/cli/test_encodings.py",
     "tests/engine/test_session_file.py",
     "tests/engine_directory",
@@ -39,7 +38,7 @@ SHORT = (
     "tests/test_errors.py",
     "tests/test_files.py",
 )
-"""Tests of the parts that differ on Windows: files and their locks, encodings, processors, the console."""
+"""Tests of the parts that differ on Windows: files, locks, processors, code pages, and answers of the command line."""
 SECONDS_FOR_OUTPUT = 10
 """Time for the output that is left when a program has ended."""
 SERVER_TOO = {"WINEPREFIX": str(PREFIX), "WINEDEBUG": "-all", "WINEARCH": "win64", "DISPLAY": ""}
