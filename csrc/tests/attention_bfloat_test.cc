@@ -18,6 +18,7 @@ namespace {
 constexpr double kUnit = 0x1p-24;       // half a unit in the last place of float32
 constexpr double kBfloatUnit = 0x1p-9;  // and of bfloat16
 constexpr float kLargeBfloat = 0x1.fep+127f;
+const double kVanishing = std::exp(-static_cast<double>(kExpLimit));
 
 // Rounds to nearest even: to a multiple of 2^(e - 7) in [2^e, 2^(e + 1)), and to a multiple of 2^-133 below
 // 2^-126.
@@ -101,12 +102,13 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
       const double score_error = ((dims + 8.0) * kUnit + of_cap + 2.0 * unit + unit * unit) * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit +
                                     2.02 * kBfloatUnit + 1.02 * unit;
+      for (double& weight : weights) weight /= sum;
       for (std::size_t d = 0; d < s.head_dim; ++d) {
         double expected = 0.0, magnitude = 0.0, vanished = 0.0;
         for (std::size_t key = first_key; key <= row; ++key) {
-          expected += weights[key] / sum * values[key][d];
-          magnitude += weights[key] / sum * std::fabs(values[key][d]);
-          vanished += std::exp(-static_cast<double>(kExpLimit)) * std::fabs(values[key][d]);
+          expected += weights[key] * values[key][d];
+          magnitude += weights[key] * std::fabs(values[key][d]);
+          vanished += kVanishing * std::fabs(values[key][d]);
         }
         const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
         if (std::fabs(found - expected) <= relative_error * magnitude + vanished) continue;

@@ -89,44 +89,49 @@ void test_append(AttentionFunction* append) {
 void check_output(const Prompt& prompt, const Result& result) {
   const Shape& s = prompt.shape;
   const std::size_t group = s.num_heads / s.num_kv_heads, depth = tiled_depth(s.head_dim);
-  const double together = static_cast<double>(mixed_together(depth));
-  for (std::size_t index = 0; index < s.length * s.num_heads; ++index) {
-    const std::size_t row = index / s.num_heads, head = index % s.num_heads, kv_head = head / group;
-    const std::size_t first = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
-    MixedRow query;
-    const double scale = static_cast<double>(scale_of(s)) / together;
-    std::vector<double> weights(row + 1);
-    double error = 0.0, most = sink_of(s, head);
-    for (std::size_t key = first; key <= row; ++key) {
-      if (key == first || s.chunks.period > 0) {
-        query = mix(roped_head(prompt, row, query_position(s, row, key), head * s.head_dim));
-      }
-      const MixedRow found = cached_key(result.keys, s, kv_head, key);
-      double magnitude = 0.0;
-      for (std::size_t d = 0; d < depth; ++d) {
-        weights[key] += query.values[d] * found.values[d] * scale;
-        magnitude += std::fabs(found.values[d]) * scale;
-      }
-      error = std::max(error, (0.5 + 1e-3) * query.scale * magnitude + 1e-5 * std::fabs(weights[key]));
-      weights[key] = capped(s, weights[key]);
-      most = std::max(most, weights[key]);
+  const double scale = static_cast<double>(scale_of(s)) / static_cast<double>(mixed_together(depth));
+  for (std::size_t kv_head = 0; kv_head < s.num_kv_heads; ++kv_head) {
+    std::vector<std::vector<double>> keys, values;
+    std::vector<double> magnitudes;
+    for (std::size_t row = 0; row < s.length; ++row) {
+      keys.push_back(cached_key(result.keys, s, kv_head, row).values);
+      values.push_back(cached(result.values, s, kv_head, row, false));
+      double& magnitude = magnitudes.emplace_back();
+      for (std::size_t d = 0; d < depth; ++d) magnitude += std::fabs(keys.back()[d]) * scale;
     }
-    double sum = std::exp(sink_of(s, head) - most);
-    for (std::size_t key = first; key <= row; ++key) sum += weights[key] = std::exp(weights[key] - most);
-    const double relative = 2.0 * std::expm1(2.0 * error) + 0x1p-7;  // and roundings of weights to bfloat16
-    for (std::size_t d = 0; d < s.head_dim; ++d) {
-      double expected = 0.0, magnitude = 0.0;
+    for (std::size_t index = 0; index < s.length * group; ++index) {
+      const std::size_t row = index / group, head = kv_head * group + index % group;
+      const std::size_t first = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
+      MixedRow query;
+      std::vector<double> weights(row + 1);
+      double error = 0.0, most = sink_of(s, head);
       for (std::size_t key = first; key <= row; ++key) {
-        const double value = cached(result.values, s, kv_head, key, false)[d];
-        expected += weights[key] / sum * value;
-        magnitude += weights[key] / sum * std::fabs(value);
+        if (key == first || s.chunks.period > 0) {
+          query = mix(roped_head(prompt, row, query_position(s, row, key), head * s.head_dim));
+        }
+        for (std::size_t d = 0; d < depth; ++d) weights[key] += query.values[d] * keys[key][d] * scale;
+        error =
+            std::max(error, (0.5 + 1e-3) * query.scale * magnitudes[key] + 1e-5 * std::fabs(weights[key]));
+        weights[key] = capped(s, weights[key]);
+        most = std::max(most, weights[key]);
       }
-      const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
-      check(std::fabs(found - expected) <= relative * magnitude + 1e-30, [&] {
-        return "row " + std::to_string(row) + ", head " + std::to_string(head) + " is " +
-               std::to_string(found) + ", expected " + std::to_string(expected) + " within " +
-               std::to_string(relative * magnitude);
-      });
+      double sum = std::exp(sink_of(s, head) - most);
+      for (std::size_t key = first; key <= row; ++key) sum += weights[key] = std::exp(weights[key] - most);
+      const double relative = 2.0 * std::expm1(2.0 * error) + 0x1p-7;  // and roundings of weights to bfloat16
+      for (std::size_t d = 0; d < s.head_dim; ++d) {
+        double expected = 0.0, magnitude = 0.0;
+        for (std::size_t key = first; key <= row; ++key) {
+          const double value = values[key][d];
+          expected += weights[key] / sum * value;
+          magnitude += weights[key] / sum * std::fabs(value);
+        }
+        const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
+        check(std::fabs(found - expected) <= relative * magnitude + 1e-30, [&] {
+          return "row " + std::to_string(row) + ", head " + std::to_string(head) + " is " +
+                 std::to_string(found) + ", expected " + std::to_string(expected) + " within " +
+                 std::to_string(relative * magnitude);
+        });
+      }
     }
   }
 }

@@ -151,12 +151,14 @@ struct Prompt {
         qkv(Random(1).floats(shape.length * row_width(shape), limit)),
         cos((shape.first_table_row + shape.length) * shape.rotary_dim / 2),
         sin(cos.size()) {
-    for (std::size_t i = 0; i < cos.size(); ++i) {
-      const double half = static_cast<double>(shape.rotary_dim / 2),
-                   pair = std::fmod(static_cast<double>(i), half);
-      const double angle = std::floor(static_cast<double>(i) / half) * std::pow(10000.0, -pair / half);
-      cos[i] = static_cast<float>(std::cos(angle));
-      sin[i] = static_cast<float>(std::sin(angle));
+    const std::size_t half = shape.rotary_dim / 2;
+    for (std::size_t pair = 0; pair < half; ++pair) {
+      const double step = std::pow(10000.0, -static_cast<double>(pair) / static_cast<double>(half));
+      for (std::size_t i = pair; i < cos.size(); i += half) {
+        const double angle = static_cast<double>(i / half) * step;
+        cos[i] = static_cast<float>(std::cos(angle));
+        sin[i] = static_cast<float>(std::sin(angle));
+      }
     }
     const std::vector<float> biases = key_biases(shape);
     for (std::size_t row = 0; row < shape.length; ++row) {

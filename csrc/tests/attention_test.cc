@@ -59,12 +59,20 @@ void check_caches(const Prompt& prompt, const Result& result) {
 void check_output(const Prompt& prompt, const Result& result) {
   const Shape& s = prompt.shape;
   constexpr double kUnit = 0x1p-24;
+  static const double kVanishing = std::exp(-87.0);
   const double dims = static_cast<double>(s.head_dim);
-  for (std::size_t row = 0; row < s.length; ++row) {
-    const std::size_t first_key = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
-    const double num_keys = static_cast<double>(row + 1 - first_key);
-    for (std::size_t head = 0; head < s.num_heads; ++head) {
-      const std::size_t kv_head = head / (s.num_heads / s.num_kv_heads);
+  for (std::size_t kv_head = 0; kv_head < s.num_kv_heads; ++kv_head) {
+    std::vector<std::vector<double>> keys, values;
+    for (std::size_t row = 0; row < s.length; ++row) {
+      const std::vector<double> key = cached(result.keys, s, kv_head, row, true);
+      keys.push_back(s.has_raw_keys ? roped(prompt, key_position(s, row), key) : key);
+      values.push_back(cached(result.values, s, kv_head, row, false));
+    }
+    const std::size_t group = s.num_heads / s.num_kv_heads;
+    for (std::size_t index = 0; index < s.length * group; ++index) {
+      const std::size_t row = index / group, head = kv_head * group + index % group;
+      const std::size_t first_key = s.window > 0 && row + 1 > s.window ? row + 1 - s.window : 0;
+      const double num_keys = static_cast<double>(row + 1 - first_key);
       const std::vector<double> raw_query = head_of(prompt, row, head * s.head_dim);
       std::vector<double> query;
       const double scale = static_cast<double>(scale_of(s));
@@ -72,8 +80,7 @@ void check_output(const Prompt& prompt, const Result& result) {
       double largest_sum = 0.0, max = sink_of(s, head);
       for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
-        std::vector<double> k = cached(result.keys, s, kv_head, key, true);
-        if (s.has_raw_keys) k = roped(prompt, key_position(s, key), k);
+        const std::vector<double>& k = keys[key];
         if (key == first_key || s.chunks.period > 0) {
           query = roped(prompt, query_position(s, row, key), raw_query);
         }
@@ -101,11 +108,12 @@ void check_output(const Prompt& prompt, const Result& result) {
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
       std::vector<double> expected_row(s.head_dim), bounds(s.head_dim);
       for (std::size_t key = first_key; key <= row; ++key) {
-        const std::vector<double> value = cached(result.values, s, kv_head, key, false);
+        const std::vector<double>& value = values[key];
+        // A weight that is below e^-87 of the largest, or of a sink, counts as 0.
+        const double weight = weights[key] / sum, bound = relative_error * weight + kVanishing;
         for (std::size_t d = 0; d < s.head_dim; ++d) {
-          expected_row[d] += weights[key] / sum * value[d];
-          // A weight that is below e^-87 of the largest, or of a sink, counts as 0.
-          bounds[d] += (relative_error * weights[key] / sum + std::exp(-87.0)) * std::fabs(value[d]);
+          expected_row[d] += weight * value[d];
+          bounds[d] += bound * std::fabs(value[d]);
         }
       }
       for (std::size_t d = 0; d < s.head_dim; ++d) {

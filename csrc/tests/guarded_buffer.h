@@ -1,6 +1,7 @@
 // A buffer that ends at an inaccessible page, so that reading or writing past it crashes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
 #include <type_traits>
@@ -32,7 +33,7 @@ class GuardedBuffer {
  public:
   explicit GuardedBuffer(std::size_t size) : pages_(size * sizeof(T)), size_(size) {}
   explicit GuardedBuffer(const std::vector<T>& initial) : GuardedBuffer(initial.size()) {
-    for (std::size_t i = 0; i < size_; ++i) data()[i] = initial[i];
+    std::copy(initial.begin(), initial.end(), data());
   }
 
   T* data() const { return static_cast<T*>(pages_.data()); }
