@@ -9,7 +9,7 @@ from threading import Event
 import httpx
 import openai
 import pytest
-from server_of_tests import events_of, serving, wait_until
+from server_of_tests import events_of, occupancy, serving, wait_until
 
 from chunkrt.errors import BusyError
 
@@ -72,12 +72,12 @@ def test_a_stream_begins_before_its_prompt_has_been_run(engine, path):
 
 
 def test_a_stream_that_waits_for_a_place_begins_too_and_a_full_queue_has_a_status(engine):
-    with serving(engine, ping_seconds=0.05, max_sessions=1, queue=1) as (service, url):
+    with serving(engine, ping_seconds=0.05, max_sessions=1, queue=1) as (_, url):
         with held(engine):
             first, second = Raw(url, BODY), Raw(url, BODY)
             for raw in (first, second):
                 raw.read_until(b": ping\n\n")
-            assert (service.admission.num_active, service.admission.num_waiting) == (1, 1)
+            assert occupancy(url) == (1, 1)
             for stream in (False, True):
                 answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": stream})
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -144,7 +144,7 @@ def test_an_error_of_a_request_has_a_status_in_a_stream(engine, wrong):
 
 @pytest.mark.parametrize("waits", [False, True], ids=["runs", "waits"])
 def test_client_that_disconnects_before_the_first_event_leaves_no_state(engine, waits):
-    with serving(engine, ping_seconds=0.05, max_sessions=1) as (service, url):
+    with serving(engine, ping_seconds=0.05, max_sessions=1) as (_, url):
         with held(engine):
             raws = [Raw(url, BODY) for _ in range(1 + waits)]
             for raw in raws:
@@ -152,7 +152,7 @@ def test_client_that_disconnects_before_the_first_event_leaves_no_state(engine, 
             raws[-1].close()
         for raw in raws[:-1]:
             raw.read_all()
-        wait_until(lambda: service.admission.num_active + service.admission.num_waiting == 0)
+        wait_until(lambda: occupancy(url) == (0, 0))
         wait_until(lambda: engine.stats().sessions == 0)
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import httpx
 import uvicorn
 
 from chunkrt.server.connections import Connections
@@ -41,6 +42,12 @@ def wait_until(holds):
     while not holds():
         assert time.monotonic() < latest
         time.sleep(0.01)
+
+
+def occupancy(url):
+    """Return the numbers of sequences in progress and of waiting requests, as the server reports them."""
+    stats = httpx.get(f"{url}/stats").json()
+    return stats["active_sequences"], stats["waiting_requests"]
 
 
 def events_of(text):
