@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -34,6 +35,36 @@ def serving(engine, name="toy", **options):
         server.should_exit = True
         thread.join(MOST_SECONDS_AT_END)
         assert not thread.is_alive(), "the server waits for a request or a connection"
+
+
+class Raw:
+    """An HTTP request over a socket, and the answer part by part."""
+
+    def __init__(self, url, body, path="/v1/completions"):
+        address = httpx.URL(url)
+        self._socket = socket.create_connection((address.host, address.port), timeout=30)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: application/json\r\n"
+        self._socket.sendall(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        self.received = b""
+
+    def read_until(self, text):
+        latest = time.monotonic() + 30
+        while text not in self.received:
+            part = self._socket.recv(65536)
+            if not part or time.monotonic() > latest:
+                self.close()
+                raise AssertionError(self.received[:1000])
+            self.received += part
+
+    def read_all(self):
+        while part := self._socket.recv(65536):
+            self.received += part
+        self.close()
+        return self.received
+
+    def close(self):
+        self._socket.close()
 
 
 def wait_until(holds):
