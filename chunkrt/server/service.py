@@ -303,8 +303,9 @@ async def _do(work: Callable[[Session], Coroutine[Any, Any, None]], session: Ses
 
 
 def _first_of(several: BaseException) -> BaseException:
-    """Return the first error of a group."""
+    """Return the first error of a group, and break the group's reference cycle, which would keep states."""
     while isinstance(several, BaseExceptionGroup):
+        several.__traceback__ = None  # it refers to a frame of the task group, which refers to the error group
         several = several.exceptions[0]
     return several
 
