@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Lock
+from threading import RLock
 
 from chunkrt.errors import BusyError, ClosedError
 from chunkrt.runtime.scheduler import CLOSED
@@ -47,7 +47,7 @@ class Admission:
         self._places: weakref.WeakKeyDictionary[State, _Places] = weakref.WeakKeyDictionary()
         """The places of each state."""
         self._waiting: deque[_Waiter] = deque()
-        self._lock = Lock()
+        self._lock = RLock()
         self._is_closed = False
 
     @property
@@ -59,7 +59,7 @@ class Admission:
     def num_taken(self) -> int:
         """Number of places that are taken, including those for copies that do not exist yet."""
         with self._lock:
-            return self._count()
+            return sum(places.number for places in self._taken)
 
     @property
     def num_states(self) -> int:
@@ -80,7 +80,8 @@ class Admission:
     def check(self, number: int = 1) -> None:
         """Raise BusyError if a request for `number` places would have to wait, and the queue is full."""
         with self._lock:
-            self._check(number)
+            if self._must_wait(number) and len(self._waiting) >= self.max_waiting:
+                raise self._busy()
 
     def open(self, make: Callable[[], State]) -> State:
         """Return a state immediately. Raise BusyError if no place is free, or if requests already wait."""
@@ -156,7 +157,7 @@ class Admission:
             if not self._must_wait(number):
                 return self._new(number)
             if not is_checked:
-                self._check(number)
+                self.check(number)
             self._waiting.append(waiter)
         look()  # places may have become free in the meantime
         return None
@@ -199,23 +200,16 @@ class Admission:
             self._places[state] = places
         return state
 
-    def _check(self, number: int) -> None:
-        if self._must_wait(number) and len(self._waiting) >= self.max_waiting:
-            raise self._busy()
-
     def _must_wait(self, number: int) -> bool:
         return bool(self._waiting) or not self._has_room(number)
 
     def _has_room(self, number: int) -> bool:
-        return self.most is None or self._count() + number <= self.most
-
-    def _count(self) -> int:
-        return sum(places.number for places in self._taken)
+        return self.most is None or self.num_taken + number <= self.most
 
     def _busy(self) -> BusyError:
         limit = "cache_memory" if self.most == self._max_states else "max_sessions"
         return BusyError(
-            f"{self._count()} sequences are in progress, of at most {self.most} (`{limit}`), and {self.num_waiting} "
+            f"{self.num_taken} sequences are in progress, of at most {self.most} (`{limit}`), and {self.num_waiting} "
             f"requests wait, of at most {self.max_waiting} (`queue`); close a session, raise the limit, or try again "
             "later"
         )

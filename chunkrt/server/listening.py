@@ -136,7 +136,7 @@ class _Server(uvicorn.Server):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._grace_seconds):
                 await self._hurry.wait()
-        self._service.end()
+        self._service.close(ends_all=True)
         await asyncio.sleep(LAST_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

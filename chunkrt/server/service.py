@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from chunkrt.engine.arguments import checked_salt
 from chunkrt.engine.embedding import Pooling, check_hidden
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
@@ -90,9 +89,7 @@ class Service:
         self._admission.max_sequences, self._admission.max_waiting = options.max_sessions, options.queue
         self._is_closed = False
         self._requests: dict[asyncio.Timeout, bool] = {}
-        """Requests in progress; the value is True once one of their works has begun. A timeout has no deadline until
-        `close` or `end` sets it.
-        """
+        """Waiting requests (False), and those that have begun (True). `close` sets the deadlines of timeouts."""
         self.metrics = Metrics(engine)
 
     @property
@@ -186,8 +183,8 @@ class Service:
         """
         if self._is_closed:
             raise ClosedError("the server accepts no new requests")
-        loaded, salt = self.engine.loaded, checked_salt(cache_salt)
-        chosen, failed, bound = loaded.adapters.find(adapter), None, asyncio.timeout(None)
+        loaded, salt, failed, bound = self.engine.loaded, cache_salt or "", None, asyncio.timeout(None)
+        chosen = loaded.adapters.find(adapter)
         try:
             async with bound, asyncio.TaskGroup() as group:
                 self._requests[bound] = False
@@ -208,19 +205,11 @@ class Service:
             finally:
                 del failed  # its traceback holds this frame
 
-    def close(self) -> None:
-        """Admit no further requests, including those that wait. Requests in progress continue."""
+    def close(self, *, ends_all: bool = False) -> None:
+        """Admit no further requests, including those that wait. Requests in progress continue, unless `ends_all`."""
         self._is_closed = True
-        self._end([bound for bound, has_begun in self._requests.items() if not has_begun])
-
-    def end(self) -> None:
-        """End all requests in progress, too."""
-        self.close()
-        self._end(list(self._requests))
-
-    def _end(self, bounds: Iterable[asyncio.Timeout]) -> None:
-        for bound in bounds:
-            if bound.when() is None:
+        for bound, has_begun in self._requests.items():
+            if bound.when() is None and (ends_all or not has_begun):
                 bound.reschedule(0)
 
     async def beside(self, work: Callable[..., Result], *arguments: Any) -> Result:

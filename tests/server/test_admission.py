@@ -172,8 +172,8 @@ def test_close_ends_waiting_requests_and_end_the_others(engine):
         ends[0].set()  # its request has begun, so the third work begins
         await settle()
         assert (begun, nothing) == ([0, 1, 2], [])
-        service.end()
-        service.end()
+        service.close(ends_all=True)
+        service.close(ends_all=True)
         with pytest.raises(ClosedError, match="the server is shutting down"):
             await several
 
