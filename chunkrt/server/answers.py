@@ -97,7 +97,8 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
     """
     for prompt in prompts:
         check_fits(service, len(prompt), wanted.max_new_tokens)
-    service.check_room(num_choices := len(wanted.sampling))
+    num_choices = 1 if wanted.max_new_tokens == 0 else len(wanted.sampling)  # without new tokens, nothing is copied
+    service.check_room(num_choices)
     events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
     tell = events.put_nowait
     if wanted.is_of_prompts:

@@ -60,6 +60,11 @@ def test_choices_that_never_fit_are_refused_at_once(tight, stream):
         assert occupancy(url) == (0, 0)
 
 
+def test_choices_without_new_tokens_need_one_place(tight):
+    with serving(tight) as (_, url):
+        assert texts(post(url, n=4, max_tokens=0)) == [""] * 4
+
+
 @pytest.mark.parametrize("max_sessions", [3, 16])
 def test_request_waits_in_one_queue(tight, max_sessions):
     with serving(tight, max_sessions=max_sessions, queue=2) as (_, url):
