@@ -82,7 +82,7 @@ def test_batch_admits_other_requests_in_between(engine):
     with serving(engine, max_sessions=1, queue=2) as (_, url):
         thread = threading.Thread(target=batch, args=(url,))
         thread.start()
-        while occupancy(url)[0] == 0:
+        while engine.stats().sessions == 0:
             assert thread.is_alive()
         complete(url, prompt="there")
         finished.append("one")
