@@ -200,7 +200,7 @@ def test_client_that_disconnects_at_any_time_leaves_no_state(engine, stream, mor
                 lines = answer.iter_lines()
                 assert sum(1 for _ in itertools.islice(lines, moment)) >= (not stream)
         wait_until(lambda: engine.stats().sessions == 0)
-        assert occupancy(url) == (0, 0)
+        wait_until(lambda: occupancy(url) == (0, 0))
 
 
 def test_character_of_several_tokens_is_reported_token_by_token(engine, monkeypatch):
