@@ -14,7 +14,7 @@ import click
 
 from chunkrt.cli.command import FiniteRange, GroupedCommand, option
 from chunkrt.cli.generation_options import template_option
-from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without
+from chunkrt.cli.shared_options import engine_options_but, open_engine, refuse_without
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import read_text
 
@@ -124,7 +124,7 @@ LATE_SECONDS = 5.0
     help="Let clients load and unload adapters of this folder. It needs --adapters.  [default: they may not]",
 )
 @template_option("a request's own options take precedence")
-@engine_options
+@engine_options_but("queue")
 def serve(
     model: str,
     host: str,
@@ -177,7 +177,7 @@ def serve(
         template_options=template_options,
         adapter_folder=adapter_folder,
     )
-    with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
+    with open_engine(model, settings) as engine:
         for adapter, path in pairs:
             engine.load_adapter(path, name=adapter, scale=scales.get(adapter, 1.0))
         service = Service(engine, name or _name(model), options)

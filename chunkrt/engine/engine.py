@@ -162,22 +162,23 @@ class Engine:
 
         Raises:
             ClosedError: the engine is closed.
-            BusyError: the memory for caches is exhausted (`EngineOptions.cache_memory`).
+            BusyError: the memory for caches is exhausted (`EngineOptions.cache_memory`), or requests wait for it; on a
+                served engine also if the server's maximum number of sequences is in progress.
             ConfigError: the salt is not a string, or is empty; or no adapter has this name.
         """
         salt, chosen = checked_salt(cache_salt), self.loaded.adapters.find(adapter)
         self.loaded.check_open()
-        state = self.loaded.cache_memory.open(self.loaded.make_state)
+        state = self.loaded.admission.open(self.loaded.make_state)
         return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
 
     async def asession(self, *, cache_salt: str | None = None, adapter: str | None = None) -> Session:
-        """Open a session like `session`, but wait until memory for its caches is available, in order of arrival.
+        """Open a session like `session`, but wait until there is room for it, in order of arrival.
 
         Raise BusyError if the queue is full (`EngineOptions.queue`).
         """
         salt, chosen = checked_salt(cache_salt), self.loaded.adapters.find(adapter)
         self.loaded.check_open()
-        state = await self.loaded.cache_memory.await_room(self.loaded.make_state)
+        state = await self.loaded.admission.await_room(self.loaded.make_state)
         return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
 
     @overload
@@ -489,11 +490,11 @@ class Engine:
             if not may_begin(index):
                 return None
             if waits:
-                state = self.loaded.cache_memory.wait(self.loaded.make_state)
+                state = self.loaded.admission.wait(self.loaded.make_state)
                 return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
             with suppress(BusyError):
                 self.loaded.check_open()
-                state = self.loaded.cache_memory.open(self.loaded.make_state)
+                state = self.loaded.admission.open(self.loaded.make_state)
                 return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
             return None
 

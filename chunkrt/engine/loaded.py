@@ -1,4 +1,4 @@
-"""A loaded model: the plan, weights, backends, scheduler and cache memory that the sessions of an engine share."""
+"""A loaded model: the plan, weights, backends, scheduler and admission that the sessions of an engine share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
 from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.adapters import EngineAdapters
+from chunkrt.engine.admission import Admission
 from chunkrt.engine.arguments import require_path
-from chunkrt.engine.cache_memory import CacheMemory
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.model_options import (
@@ -70,7 +70,7 @@ class EngineStats:
     Attributes:
         sessions: number of open sessions.
         cache_bytes: bytes reserved for the caches of sessions.
-        waiting_sessions: number of sessions that wait for cache memory.
+        waiting_sessions: number of requests that wait for places for their sessions.
         prefix_bytes: bytes of the prefix cache in memory.
         cached_tokens: number of tokens that the prefix cache has supplied to sessions so far.
         waiting_runs: number of prompts and single tokens that share chunks, or wait for a shared chunk.
@@ -159,9 +159,11 @@ class LoadedModel:
             )
             check_cache(options, self.plan, self.dispatcher, self.cpu_backend, self.attention_math)
             self._spare = SpareTensors()
-            self.cache_memory = CacheMemory(options.cache_memory, options.queue)
+            state_bytes = 0
             if options.cache_memory is not None:
-                check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
+                state_bytes = self._make_state(State).num_bytes
+                check_cache_memory(options.cache_memory, state_bytes, self.context_length)
+            self.admission = Admission(options.cache_memory, state_bytes, options.queue)
             sampler = self.dispatcher.sampler()
             assert sampler.form is not None
             make = sampler.form.function
@@ -256,9 +258,9 @@ class LoadedModel:
         )
 
     def fork_state(self, state: State) -> State:
-        """Copy a state for `Session.fork`. Raise BusyError if the memory for caches is exhausted."""
+        """Copy a state for `Session.fork`. Raise BusyError if no place is free."""
         self.check_open()
-        return self.cache_memory.open(state.fork)
+        return self.admission.fork(state)
 
     def session_file(
         self, path: str | os.PathLike[str], state: State, conversation: Conversation | None = None
@@ -284,11 +286,11 @@ class LoadedModel:
     def stats(self) -> EngineStats:
         """Return the engine's current activity and memory."""
         self.check_open()
-        scheduler, memory = self.scheduler, self.cache_memory
+        scheduler, admission = self.scheduler, self.admission
         return EngineStats(
-            sessions=memory.num_states,
-            cache_bytes=memory.num_bytes,
-            waiting_sessions=memory.num_waiting,
+            sessions=admission.num_states,
+            cache_bytes=admission.num_bytes,
+            waiting_sessions=admission.num_waiting,
             prefix_bytes=0 if self.prefix_cache is None else self.prefix_cache.num_bytes,
             cached_tokens=0 if self.prefix_cache is None else self.prefix_cache.num_cached,
             waiting_runs=scheduler.num_waiting,
@@ -342,7 +344,7 @@ class LoadedModel:
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                self.cache_memory.look_again()  # each waiting sequence ends its wait, and wakes the next one
+                self.admission.close()
                 self.scheduler.close()
                 self._spare.close()
                 if self.prefix_cache is not None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.scoring import TokenLogProbabilities, by_beginning
 from chunkrt.engine.session import Session, prompt_log_probabilities
-from chunkrt.server.admission import Turn
 from chunkrt.server.errors import RequestError
 from chunkrt.server.service import Service
 
@@ -97,40 +97,38 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
     """
     for prompt in prompts:
         check_fits(service, len(prompt), wanted.max_new_tokens)
-    service.admission.check(len(wanted.sampling))
+    num_choices = 1 if wanted.max_new_tokens == 0 else len(wanted.sampling)  # without new tokens, nothing is copied
+    service.check_room(num_choices)
     events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-    turn = Turn()
+    tell = events.put_nowait
+    if wanted.is_of_prompts:
+        groups = [{index: prompts[index] for index in indices} for indices in by_beginning(prompts)]
+        works = [partial(_tell, service, group, wanted, tell) for group in groups]
+    else:
+        works = [partial(_answer, service, index, prompt, wanted, tell) for index, prompt in enumerate(prompts)]
 
-    async def answer(indices: Sequence[int]) -> None:
+    async def answer_all() -> None:
         try:
-            if wanted.is_of_prompts:
-                await _tell(service, {index: prompts[index] for index in indices}, wanted, turn, events.put_nowait)
-            else:
-                for index in indices:
-                    await _answer(service, index, prompts[index], wanted, turn, events.put_nowait)
-        except* Exception as several:  # the first choice that failed has ended the other choices
-            events.put_nowait(first_of(several))
+            await service.in_sessions(
+                works, num_choices=num_choices, cache_salt=wanted.cache_salt, adapter=wanted.adapter
+            )
+        except Exception as error:
+            tell(error)
         else:
-            events.put_nowait(None)
+            tell(None)
 
-    groups = by_beginning(prompts) if wanted.is_of_prompts else [[index] for index in range(len(prompts))]
-    tasks = [asyncio.create_task(answer(indices)) for indices in groups]
+    task = asyncio.create_task(answer_all())
     try:
         yield Admitted()
-        left = len(tasks)
-        while left:
-            event = await events.get()
+        while (event := await events.get()) is not None:
             if isinstance(event, BaseException):
                 try:
                     raise event
                 finally:
                     del event  # the traceback of the error refers to this frame, and the frame refers to states
-            if event is None:
-                left -= 1
-            else:
-                yield event
+            yield event
     finally:
-        await end(tasks)
+        await end([task])
 
 
 async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -144,29 +142,6 @@ async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
         if task.cancelled():
             with suppress(asyncio.CancelledError):
                 task.result()
-
-
-async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all coroutines concurrently. After an error, end the other coroutines and raise the first error."""
-    failed = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except* Exception as several:
-        failed = first_of(several)
-    if failed is not None:
-        try:
-            raise failed
-        finally:
-            del failed  # its traceback holds this frame
-
-
-def first_of(several: BaseException) -> BaseException:
-    """Return the first error of a group."""
-    while isinstance(several, BaseExceptionGroup):
-        several = several.exceptions[0]
-    return several
 
 
 def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) -> None:
@@ -192,21 +167,18 @@ def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) ->
 
 
 async def _answer(
-    service: Service, index: int, prompt: Sequence[int], wanted: Wanted, turn: Turn, tell: Callable[[Event], None]
+    service: Service, index: int, prompt: Sequence[int], wanted: Wanted, tell: Callable[[Event], None], first: Session
 ) -> None:
     """Answer one prompt: run it once, and continue each choice from a copy of its state."""
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(service.admission.places(len(wanted.sampling), turn))
         begin = time.perf_counter()
-        session = await service.engine.asession(cache_salt=wanted.cache_salt, adapter=wanted.adapter)
-        first = await stack.enter_async_context(session)
         prefilled = await _prefill(service, first, index, prompt, wanted, tell)
         service.metrics.first_token.observe(time.perf_counter() - begin)
         sessions = [first]
         if wanted.max_new_tokens != 0:
             for _ in range(1, len(wanted.sampling)):
                 sessions.append(await stack.enter_async_context(await first.afork()))
-        tell(prefilled)  # after places for all choices are taken
+        tell(prefilled)  # after the copies have succeeded
         if wanted.max_new_tokens == 0:
             return
         async with asyncio.TaskGroup() as group:
@@ -218,20 +190,16 @@ async def _tell(
     service: Service,
     prompts: Mapping[int, Sequence[int]],
     wanted: Wanted,
-    turn: Turn,
     tell: Callable[[Event], None],
+    session: Session,
 ) -> None:
     """Score prompts with a common prefix one after the other in one session, which runs the prefix only once."""
     assert wanted.likeliest is not None
-    async with (
-        service.admission.places(1, turn),
-        await service.engine.asession(cache_salt=wanted.cache_salt, adapter=wanted.adapter) as session,
-    ):
-        told: Sequence[TokenLogProbabilities] = ()
-        for index, prompt in prompts.items():
-            told, num_cached = await prompt_log_probabilities(session, prompt, wanted.likeliest, told)
-            _count(service, prompt, num_cached)
-            tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told))
+    told: Sequence[TokenLogProbabilities] = ()
+    for index, prompt in prompts.items():
+        told, num_cached = await prompt_log_probabilities(session, prompt, wanted.likeliest, told)
+        _count(service, prompt, num_cached)
+        tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=num_cached, log_probabilities=told))
 
 
 async def _prefill(

@@ -259,8 +259,8 @@ async def _metrics(service: Service, http: HttpRequest) -> Response:
 
 
 async def _stats(service: Service, http: HttpRequest) -> Response:
-    admission = service.admission
-    waits = {"active_sequences": admission.num_active, "waiting_requests": admission.num_waiting}
+    admission = service.engine.loaded.admission
+    waits = {"active_sequences": admission.num_taken, "waiting_requests": admission.num_waiting}
     return JSONResponse({"model": service.name, **waits, **asdict(service.engine.stats())})
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.embedding import Pooling, pooled
-from chunkrt.server.admission import Turn
-from chunkrt.server.answers import together
+from chunkrt.engine.session import Session
 from chunkrt.server.errors import RequestError
 from chunkrt.server.requests import EmbeddingRequest
 from chunkrt.server.service import Service
@@ -74,21 +74,17 @@ def _width(service: Service) -> int:
 async def _rows(
     service: Service, texts: Sequence[Sequence[int]], pooling: Pooling, cache_salt: str | None, adapter: str | None
 ) -> list[Float32]:
-    service.admission.check()
-    turn = Turn()
+    service.check_room()
     found: dict[int, Float32] = {}
 
-    async def work(index: int, tokens: Sequence[int]) -> None:
-        async with (
-            service.admission.places(1, turn),
-            await service.engine.asession(cache_salt=cache_salt, adapter=adapter) as session,
-        ):
-            result = await session.aprefill(tokens, logits="hidden")
-            assert result.hidden is not None
-            found[index] = pooled(result.hidden, pooling)
-            service.metrics.prompt_tokens.inc(len(tokens))
+    async def work(index: int, tokens: Sequence[int], session: Session) -> None:
+        result = await session.aprefill(tokens, logits="hidden")
+        assert result.hidden is not None
+        found[index] = pooled(result.hidden, pooling)
+        service.metrics.prompt_tokens.inc(len(tokens))
 
-    await together(work(index, tokens) for index, tokens in enumerate(texts))
+    works = [partial(work, index, tokens) for index, tokens in enumerate(texts)]
+    await service.in_sessions(works, cache_salt=cache_salt, adapter=adapter)
     return [found[index] for index in range(len(texts))]
 
 

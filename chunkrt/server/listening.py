@@ -130,13 +130,13 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self._hurry.set()
         self.should_exit = True
-        self._service.admission.close()
+        self._service.close()
 
     async def _end_in_time(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._grace_seconds):
                 await self._hurry.wait()
-        self._service.admission.end()
+        self._service.close(ends_all=True)
         await asyncio.sleep(LAST_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from chunkrt.engine.engine import Engine
-from chunkrt.server.admission import Admission
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
@@ -18,7 +17,7 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, engine: Engine, admission: Admission) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter("chunkrt_requests", "Requests answered.", ["path", "status"], registry=self._registry)
         self.client_requests = Counter(
@@ -29,8 +28,8 @@ class Metrics:
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.first_token = self._times("first_token_seconds", "Time from the start of a prompt to its logits.")
         self.token_gap = self._times("token_gap_seconds", "Time between consecutive tokens of an answer.")
-        self._gauge("active_sequences", "Sequences under way.", lambda: admission.num_active)
-        self._gauge("waiting_requests", "Requests that wait.", lambda: admission.num_waiting)
+        self._gauge("active_sequences", "Sequences under way.", lambda: engine.loaded.admission.num_taken)
+        self._gauge("waiting_requests", "Requests that wait.", lambda: engine.loaded.admission.num_waiting)
         self._gauge("cache_bytes", "Reserved for caches.", lambda: engine.stats().cache_bytes)
         self._gauge(
             "shared_chunks", "Chunks computed with rows of several sequences.", lambda: engine.stats().shared_chunks

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from chunkrt.engine.scoring import Score, by_context, encode_pair
-from chunkrt.server.admission import Turn
-from chunkrt.server.answers import together
+from chunkrt.engine.session import Session
 from chunkrt.server.errors import RequestError
 from chunkrt.server.requests import RerankRequest, ScoreRequest
 from chunkrt.server.service import Service
@@ -84,19 +84,15 @@ def _check_lengths(service: Service, texts: Mapping[str, Sequence[Any]]) -> None
 
 async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None, adapter: str | None) -> list[Score]:
     """Return the scores of pairs. Pairs with the same context share a session, which runs it once."""
-    service.admission.check()
-    turn = Turn()
+    service.check_room()
     found: dict[int, Score] = {}
 
-    async def work(indices: list[int]) -> None:
-        async with (
-            service.admission.places(1, turn),
-            await service.engine.asession(cache_salt=cache_salt, adapter=adapter) as session,
-        ):
-            for index in indices:
-                found[index] = await session.ascore(*pairs[index])
+    async def work(indices: list[int], session: Session) -> None:
+        for index in indices:
+            found[index] = await session.ascore(*pairs[index])
 
-    await together(work(indices) for indices in by_context(pairs))
+    works = [partial(work, indices) for indices in by_context(pairs)]
+    await service.in_sessions(works, cache_salt=cache_salt, adapter=adapter)
     return [found[index] for index in range(len(pairs))]
 
 

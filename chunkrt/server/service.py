@@ -1,4 +1,4 @@
-"""State that all requests share: the engine, admission and metrics."""
+"""State that all requests share: the engine, the requests in progress, and metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from chunkrt.engine.embedding import Pooling, check_hidden
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
-from chunkrt.errors import ConfigError, ModelError
-from chunkrt.server.admission import Admission
+from chunkrt.engine.session import Session
+from chunkrt.errors import ClosedError, ConfigError, ModelError
 from chunkrt.server.errors import RequestError
 from chunkrt.server.metrics import Metrics
 from chunkrt.server.requests import Generating, Request
@@ -35,8 +35,8 @@ class ServerOptions:
     Args:
         api_keys: the keys of clients, by names for logs and metrics; without keys, all clients are accepted. Each key
             has a separate prefix cache.
-        max_sessions: maximum number of sequences in progress at a time.
-        queue: maximum number of requests that wait for places.
+        max_sessions: maximum number of sequences of the engine in progress at a time.
+        queue: maximum number of requests that wait for places; it replaces `EngineOptions.queue`.
         max_body_bytes: limit of a request's body.
         body_seconds: time within which a request's body has to arrive.
         header_seconds: time within which a request's headers have to arrive.
@@ -85,8 +85,12 @@ class Service:
         if engine.loaded.tokenizer is not None:
             engine.loaded.tokenizer.fewest_tokens("")  # the first call reads the vocabulary
         self.created = int(time.time())
-        self.admission = Admission(options.max_sessions, options.queue)
-        self.metrics = Metrics(engine, self.admission)
+        self._admission = engine.loaded.admission
+        self._admission.max_sequences, self._admission.max_waiting = options.max_sessions, options.queue
+        self._is_closed = False
+        self._requests: dict[asyncio.Timeout, bool] = {}
+        """Waiting requests (False), and those that have begun (True). `close` sets the deadlines of timeouts."""
+        self.metrics = Metrics(engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -141,6 +145,72 @@ class Service:
         """Return the sampling options of each choice. Raise RequestError if an option is out of its range."""
         vocab_size = self.engine.plan.vocab_size
         return [request.sampling(choice, vocab_size) for choice in range(request.n or 1)]
+
+    def check_room(self, num_choices: int = 1) -> None:
+        """Check that a request whose prompts have a number of choices each may enter.
+
+        Raises:
+            BusyError: all places are taken, and the queue is full.
+            ClosedError: the server accepts no new requests.
+            RequestError: the number of choices exceeds the number of places.
+        """
+        if self._is_closed:
+            raise ClosedError("the server accepts no new requests")
+        most = self._admission.most
+        if most is not None and num_choices > most:
+            raise RequestError(
+                f"n is {num_choices}, but at most {most} sequences run at a time (--max-sessions, --cache-memory)",
+                param="n",
+            )
+        self._admission.check(num_choices)
+
+    async def in_sessions(
+        self,
+        works: Iterable[Callable[[Session], Coroutine[Any, Any, None]]],
+        *,
+        num_choices: int = 1,
+        cache_salt: str | None,
+        adapter: str | None,
+    ) -> None:
+        """Do the works of a request that `check_room` has accepted, each in a session with room for its choices.
+
+        The works wait for their places one after the other, so the request counts as one waiting request. After an
+        error, the other works are ended.
+
+        Raises:
+            ClosedError: the server is shutting down.
+            Exception: the first error of a work.
+        """
+        if self._is_closed:
+            raise ClosedError("the server accepts no new requests")
+        loaded, salt, failed, bound = self.engine.loaded, cache_salt or "", None, asyncio.timeout(None)
+        chosen = loaded.adapters.find(adapter)
+        try:
+            async with bound, asyncio.TaskGroup() as group:
+                self._requests[bound] = False
+                for work in works:
+                    state = await self._admission.await_room(loaded.make_state, num_choices, is_checked=True)
+                    self._requests[bound] = True
+                    group.create_task(_do(work, Session(loaded, state, cache_salt=salt, adapter=chosen)))
+                    del state
+        except* Exception as several:
+            failed = _first_of(several)
+        finally:
+            self._requests.pop(bound, None)
+        if bound.expired() and isinstance(failed, TimeoutError):
+            failed = ClosedError("the server is shutting down")
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed  # its traceback holds this frame
+
+    def close(self, *, ends_all: bool = False) -> None:
+        """Admit no further requests, including those that wait. Requests in progress continue, unless `ends_all`."""
+        self._is_closed = True
+        for bound, has_begun in self._requests.items():
+            if bound.when() is None and (ends_all or not has_begun):
+                bound.reschedule(0)
 
     async def beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Run slow work in a thread, so that the event loop continues."""
@@ -214,6 +284,19 @@ class Service:
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes; none for a padding token, which only the model has."""
         return self.tokenizer.token_bytes[token_id]
+
+
+async def _do(work: Callable[[Session], Coroutine[Any, Any, None]], session: Session) -> None:
+    async with session:
+        await work(session)
+
+
+def _first_of(several: BaseException) -> BaseException:
+    """Return the first error of a group, and break the group's reference cycle, which would keep states."""
+    while isinstance(several, BaseExceptionGroup):
+        several.__traceback__ = None  # it refers to a frame of the task group, which refers to the error group
+        several = several.exceptions[0]
+    return several
 
 
 def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import weakref
 import httpx
 import pytest
 from collector import without_collector
-from server_of_tests import events_of, serving, wait_until
+from server_of_tests import events_of, occupancy, serving, wait_until
 from small_vocabularies import REFERENCE, make_tokenizer
 
 from chunkrt.engine.session import in_thread
@@ -79,10 +79,10 @@ def test_batch_admits_other_requests_in_between(engine):
         complete(url, prompt=["hello"] * 12, max_tokens=40, logit_bias={"2": -100})
         finished.append("batch")
 
-    with serving(engine, max_sessions=1, queue=2) as (service, url):
+    with serving(engine, max_sessions=1, queue=2) as (_, url):
         thread = threading.Thread(target=batch, args=(url,))
         thread.start()
-        while service.admission.num_active == 0:
+        while engine.stats().sessions == 0:
             assert thread.is_alive()
         complete(url, prompt="there")
         finished.append("one")
@@ -200,6 +200,7 @@ def test_client_that_disconnects_at_any_time_leaves_no_state(engine, stream, mor
                 lines = answer.iter_lines()
                 assert sum(1 for _ in itertools.islice(lines, moment)) >= (not stream)
         wait_until(lambda: engine.stats().sessions == 0)
+        wait_until(lambda: occupancy(url) == (0, 0))
 
 
 def test_character_of_several_tokens_is_reported_token_by_token(engine, monkeypatch):

@@ -9,6 +9,7 @@ from random import Random
 import httpx
 import psutil
 import pytest
+from server_of_tests import occupancy, wait_until
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/score", "/v1/rerank", "/v1/embeddings", "/tokenize")
 SOUND = {
@@ -47,7 +48,7 @@ def make_body(random, path):
 
 @pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_malformed_requests(served, number, caplog):
-    service, url = served
+    _, url = served
     random, statuses = Random(5), set()
     process, before = psutil.Process(), None
     with httpx.Client(base_url=url, timeout=60) as client, caplog.at_level(logging.ERROR):
@@ -64,7 +65,7 @@ def test_malformed_requests(served, number, caplog):
         assert client.get("/health").status_code == 200
     assert statuses >= {200, 400}
     assert caplog.records == []
-    assert (service.admission.num_active, service.admission.num_waiting) == (0, 0)
+    wait_until(lambda: occupancy(url) == (0, 0))
     assert process.memory_info().rss < before + 64 * 2**20
 
 

@@ -1,56 +1,16 @@
 """Streams on the wire: an immediate status, comments while idle, errors as events."""
 
 import json
-import socket
-import time
-from contextlib import contextmanager
 from threading import Event
 
 import httpx
 import openai
 import pytest
-from server_of_tests import events_of, serving, wait_until
+from server_of_tests import Raw, events_of, occupancy, serving, wait_until
 
 from chunkrt.errors import BusyError
 
 BODY = {"prompt": "hello there", "max_tokens": 2, "temperature": 0, "stream": True}
-
-
-class Raw:
-    """An HTTP request over a socket, and the answer part by part."""
-
-    def __init__(self, url, body, path="/v1/completions"):
-        address = httpx.URL(url)
-        self._socket = socket.create_connection((address.host, address.port), timeout=30)
-        content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: application/json\r\n"
-        self._socket.sendall(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-        self.received = b""
-
-    def read_until(self, text):
-        latest = time.monotonic() + 30
-        while text not in self.received:
-            part = self._socket.recv(65536)
-            if not part or time.monotonic() > latest:
-                self.close()
-                raise AssertionError(self.received[:1000])
-            self.received += part
-
-    def read_all(self):
-        while part := self._socket.recv(65536):
-            self.received += part
-        self.close()
-        return self.received
-
-    def close(self):
-        self._socket.close()
-
-
-@contextmanager
-def held(engine):
-    """Block all executors meanwhile."""
-    with engine.loaded.scheduler.held():
-        yield
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -60,7 +20,7 @@ def test_a_stream_begins_before_its_prompt_has_been_run(engine, path):
         del body["prompt"]
         body["messages"] = [{"role": "user", "content": "hi"}]
     with serving(engine, ping_seconds=0.05) as (_, url):
-        with held(engine):
+        with engine.loaded.scheduler.held():
             raw = Raw(url, body, path)
             raw.read_until(b"\r\n\r\n")
             head = raw.received.partition(b"\r\n\r\n")[0].lower()
@@ -72,12 +32,12 @@ def test_a_stream_begins_before_its_prompt_has_been_run(engine, path):
 
 
 def test_a_stream_that_waits_for_a_place_begins_too_and_a_full_queue_has_a_status(engine):
-    with serving(engine, ping_seconds=0.05, max_sessions=1, queue=1) as (service, url):
-        with held(engine):
+    with serving(engine, ping_seconds=0.05, max_sessions=1, queue=1) as (_, url):
+        with engine.loaded.scheduler.held():
             first, second = Raw(url, BODY), Raw(url, BODY)
             for raw in (first, second):
                 raw.read_until(b": ping\n\n")
-            assert (service.admission.num_active, service.admission.num_waiting) == (1, 1)
+            assert occupancy(url) == (1, 1)
             for stream in (False, True):
                 answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": stream})
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -138,21 +98,21 @@ def test_failure_after_the_start_is_an_event(engine, monkeypatch):
 )
 def test_an_error_of_a_request_has_a_status_in_a_stream(engine, wrong):
     """It is detected before the prompt runs."""
-    with serving(engine) as (_, url), held(engine):
+    with serving(engine) as (_, url), engine.loaded.scheduler.held():
         assert httpx.post(f"{url}/v1/completions", json=BODY | wrong).status_code == 400
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["runs", "waits"])
 def test_client_that_disconnects_before_the_first_event_leaves_no_state(engine, waits):
-    with serving(engine, ping_seconds=0.05, max_sessions=1) as (service, url):
-        with held(engine):
+    with serving(engine, ping_seconds=0.05, max_sessions=1) as (_, url):
+        with engine.loaded.scheduler.held():
             raws = [Raw(url, BODY) for _ in range(1 + waits)]
             for raw in raws:
                 raw.read_until(b": ping")
             raws[-1].close()
         for raw in raws[:-1]:
             raw.read_all()
-        wait_until(lambda: service.admission.num_active + service.admission.num_waiting == 0)
+        wait_until(lambda: occupancy(url) == (0, 0))
         wait_until(lambda: engine.stats().sessions == 0)
 
 

@@ -8,12 +8,12 @@ from functools import cache
 from itertools import pairwise
 
 from chunkrt import gate
-from chunkrt.engine import cache_memory, engine, generation, many, sequence, session
+from chunkrt.engine import admission, engine, generation, many, sequence, session
 from chunkrt.engine.ranks import leader
 from chunkrt.runtime import executor, request, schedule, scheduler, state, state_file, state_tensors, stream
 from chunkrt.runtime.ranks import messages, mpi
 
-ENGINE = (cache_memory, engine, gate, generation, many, sequence, session)
+ENGINE = (admission, engine, gate, generation, many, sequence, session)
 CALLER = (*ENGINE, executor, request, scheduler, state, state_file, state_tensors, stream)
 """Modules that calls of a session execute, for any threads and other sessions."""
 

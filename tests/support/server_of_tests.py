@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
 
+import httpx
 import uvicorn
 
 from chunkrt.server.connections import Connections
@@ -35,12 +37,48 @@ def serving(engine, name="toy", **options):
         assert not thread.is_alive(), "the server waits for a request or a connection"
 
 
+class Raw:
+    """An HTTP request over a socket, and the answer part by part."""
+
+    def __init__(self, url, body, path="/v1/completions"):
+        address = httpx.URL(url)
+        self._socket = socket.create_connection((address.host, address.port), timeout=30)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: application/json\r\n"
+        self._socket.sendall(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        self.received = b""
+
+    def read_until(self, text):
+        latest = time.monotonic() + 30
+        while text not in self.received:
+            part = self._socket.recv(65536)
+            if not part or time.monotonic() > latest:
+                self.close()
+                raise AssertionError(self.received[:1000])
+            self.received += part
+
+    def read_all(self):
+        while part := self._socket.recv(65536):
+            self.received += part
+        self.close()
+        return self.received
+
+    def close(self):
+        self._socket.close()
+
+
 def wait_until(holds):
     """Wait at most 30 seconds for a condition that other threads cause."""
     latest = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < latest
         time.sleep(0.01)
+
+
+def occupancy(url):
+    """Return the numbers of sequences in progress and of waiting requests, as the server reports them."""
+    stats = httpx.get(f"{url}/stats").json()
+    return stats["active_sequences"], stats["waiting_requests"]
 
 
 def events_of(text):
