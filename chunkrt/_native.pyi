@@ -2,7 +2,7 @@
 
 Operands of `ProgramBuilder` are values: numbers that its functions return. Every function raises ValueError for
 operands that do not fit. The function `ProgramBuilder.linear` is `linear` in csrc/program/operators/linear.cc, and so
-on; csrc/bindings/program.cc binds them.
+on; csrc/bindings/program.cc binds them. `Program.run` is `Program::run` in csrc/program/program.cc.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,6 +52,8 @@ class AdapterTables:
         """Remove an adapter that no run uses."""
 
 class Program:
+    """A compiled subgraph: the class `Program` in csrc/program/program.h."""
+
     def run(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> None:
         """Compute the outputs without the GIL. Inputs, states included, and outputs stand in declared order.
 

@@ -262,7 +262,7 @@ class BoundSubgraph:
     ) -> None:
         self.subgraph = subgraph
         self.rows = subgraph.rows
-        self._compute = executable.run  # for example, that of backends/native/backend.py
+        self._compute = executable.run  # for example, NativeExecutable.run
         self._compute_segments = executable.run_segments if isinstance(executable, SegmentExecutable) else None
         self._link = executable.run_link if isinstance(executable, LinkExecutable) else None
         self._after = executable.run_after if isinstance(executable, HistoryExecutable) else None

@@ -47,7 +47,8 @@ struct Frame {
   }
 };
 
-// Computes the items [begin, end) of the step's loop. Each thread has separate `scratch`.
+// Computes the items [begin, end) of the step's loop. Each thread has separate `scratch`. The functions of
+// program/operators/ pass such a function to ProgramBuilder::add_loop or add_row_step.
 using Compute = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
 
 struct Step {

@@ -60,6 +60,8 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
 
   const Outliers outliers = outliers_of(builder, input);
   std::vector<Digit> digits = digits_of(builder, input, 1, {});
+  // kernels/list.h has the rows; the functions are block_gemm_f32_s8row_u4block_ISA in
+  // kernels/block_gemm/ISA.cc.
   const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
   const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
   // Arranged rows include the sums of their blocks.
