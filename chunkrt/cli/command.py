@@ -89,14 +89,15 @@ class GroupedCommand(click.Command):
         return [*own, _HELP_ALL, *(other for other in hidden_options() if other.opts[0] not in names)]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Call the command. An error that begins with the name of a parameter then begins with its flag."""
+        """Call the command. In its errors, names of parameters become flags: those with an underscore, and the name at
+        the beginning.
+        """
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            found = re.match(r"(\w+)(?=: | is )", message := str(error))
-            flags = {parameter.name: parameter.opts[-1] for parameter in self.params if parameter.opts[-1][0] == "-"}
-            if found and found[0] in flags:
-                error.args = (flags[found[0]] + message[found.end() :],)
+            flags = {p.name: p.opts[-1] for p in self.params if p.opts[-1].startswith("-")}
+            names = r"^\w+(?=: | is )|(?<![\w`'./-])[a-z]+(?:_[a-z]+)+(?![\w`'./(=])"
+            error.args = (re.sub(names, lambda found: flags.get(found[0], found[0]), str(error)),)
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -123,7 +123,10 @@ def test_parallel_repetitions_start_with_new_prompts(monkeypatch):
         (("--parallel", "2", "-p", "0", "-n", "0"), "nothing to measure: both -p and -n are 0"),
         (("--parallel", "2", "-p", "120", "-n", "9"), "129 tokens do not fit the context of 128"),
         (("--parallel", "2", "-p", "8", "-r", "0"), "--repetitions is 0"),
-        (("--parallel", "200", "-p", "8", "-n", "1", "--cache-memory", "0.3MB"), "the caches of "),
+        (
+            ("--parallel", "200", "-p", "8", "-n", "1", "--cache-memory", "0.3MB"),
+            "4 sequences are in progress, of at most 4 (--cache-memory)",
+        ),
     ],
 )
 def test_parallel_refuses_wrong_values(command, arguments, message):

@@ -71,7 +71,7 @@ def test_ignore_eos_and_min_new_tokens_delay_the_end(command):
     assert ended("--ignore-eos") == ("length", 40)
     assert ended("--min-new-tokens", number - 1) == ("stop", number)
     assert ended("--min-new-tokens", number)[1] > number
-    expect_one_line(command(*drawn, "--min-new-tokens", 41), "min_new_tokens is 41, more than max_new_tokens")
+    expect_one_line(command(*drawn, "--min-new-tokens", 41), "--min-new-tokens is 41, more than --max-new-tokens")
 
 
 def test_one_new_token_has_no_decode_rate(command):
