@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Context, Decimal, localcontext
 from math import ceil, floor, inf, log, pi, sqrt
 from sys import float_info
 from typing import Any
@@ -364,8 +365,10 @@ def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
     rotary_dim = count if type(count) is int else round(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"RoPE would rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
+    with localcontext(Context(prec=40)):  # powers of C libraries and of NumPy differ in the last bit
+        powers = [Decimal(theta) ** Decimal(-index / rotary_dim) for index in range(0, rotary_dim, 2)]
+    base = np.array(powers, np.float64)
     with np.errstate(over="ignore"):
-        base: Float64 = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
         if not (base * LONGEST_CONTEXT < inf).all():
             raise ModelError(f"the config's rope_theta of RoPE is {theta!r}; it is too small to divide by")
     return base

@@ -3,6 +3,7 @@ logits if a fixture has the rule (tests/engine/test_parity.py)."""
 
 import json
 import shutil
+from fractions import Fraction
 from math import cos, isclose, pi, sin
 
 import numpy as np
@@ -48,6 +49,16 @@ def llama3(theta, rotary_dim, rule):
 @pytest.mark.parametrize("theta", [500.0, 10000.0, 500000])
 def test_without_scaling(theta, head_dim):
     np.testing.assert_allclose(inverse_frequencies({"rope_theta": theta}, head_dim), plain(theta, head_dim), rtol=1e-12)
+
+
+@pytest.mark.parametrize("theta", [10_000, 500_000, 10_000_000])
+def test_frequencies_are_correctly_rounded(theta):
+    """The correct value x of index i has x ** 32 = theta ** -i, and lies within half a unit of the last place."""
+    for index, found in enumerate(inverse_frequencies({"rope_theta": theta}, 64)):
+        low, high = (Fraction(float(np.nextafter(found, limit))) for limit in (0.0, 1.0))
+        middle, exact = Fraction(float(found)), Fraction(1, theta**index)
+        assert ((middle + low) / 2) ** 32 <= exact
+        assert index == 0 or exact <= ((middle + high) / 2) ** 32
 
 
 def test_theta_is_10000_by_default():
