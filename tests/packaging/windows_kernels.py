@@ -1,7 +1,7 @@
 """Comparison of the Arm kernels' code for Windows with that for Linux, both by the same Clang.
 
-`make wheel-windows` runs this after the wheels. Tests run the kernels for Linux in an emulator, but none can run
-those for Windows. The code may only differ by the calling convention: each function must have the same number of vector
+`make wheel-windows` runs this after the wheels. An emulator can run the kernels for Linux, but not those for Windows.
+Their code may only differ by the conventions of the system: each function must have the same number of vector
 instructions, up to `TOLERANCE`. A larger difference shows an option that one of the compilers did not receive.
 """
 
