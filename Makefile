@@ -92,6 +92,7 @@ wheels: $(VENV)/.wheel $(VENV)/.wheels ## build a wheel for machines without a c
 
 wheel-windows: $(VENV)/.windows ## cross-build wheels for Windows on x86-64 and Arm in dist/, and inspect them
 	$(BIN)/python tests/packaging/windows_wheels.py
+	$(BIN)/python tests/packaging/windows_kernels.py
 
 test-windows: $(VENV)/.windows ## run the C++ and Python tests of the x86-64 wheel for Windows in Wine
 	$(BIN)/python tests/packaging/windows_tests.py $(TESTS)
@@ -122,7 +123,7 @@ test-arm-a76:
 
 test-arm-package: $(VENV)/.package $(VENV)/.test $(VENV)/.wheels ## cross-compile the wheel for 64-bit Arm, and run it in an emulator
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null
-	$(BIN)/python -P tests/packaging/arm_package.py
+	$(BIN)/python tests/packaging/arm_package.py
 
 test-sanitize: sanitized ## run the C++ and the native Python tests under sanitizers
 	$(CMAKE) -S . -B build/tsan -G Ninja -DCHUNKRT_SANITIZE=thread -DCHUNKRT_BUILD_PYTHON=OFF

@@ -15,6 +15,8 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
+import debian_packages
+
 from chunkrt.checkpoints import catalogue
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -26,14 +28,8 @@ TINY = SOURCE / "tests" / "parity" / "fixtures" / "llama_biased_gguf" / "model.g
 NAME = "smollm2-135m-instruct"
 QUESTION = ("-p", "Why is the sky blue?", "-n", "6", "--json", "--prefix-cache", "off")
 SUITE, VERSION = "bookworm", (3, 11)
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "libpython3.11-dev", "libstdc++6")
-TOOLS = {
-    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
-    "qemu-aarch64-static": "qemu-user-static",
-    "apt-get": "apt",
-    "dpkg-deb": "dpkg",
-}
+TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
 PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)] + ["manylinux2014_aarch64"]  # 2.36: bookworm's
 PROCESSORS = {"max": "neon_i8mm", "cortex-a76": "neon_dotprod", "cortex-a57": "neon"}
 CPUINFO = """processor\t: {}
@@ -49,8 +45,9 @@ CPU revision\t: 1
 
 def main() -> None:
     missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
-    if missing or not KEYRING.exists():
-        sys.exit(f"test-arm-package: missing: {', '.join(missing) or KEYRING}; it needs Debian's packages")
+    missing += debian_packages.missing_tools()
+    if missing:
+        sys.exit(f"test-arm-package: missing: {', '.join(missing)}; it needs Debian's packages")
     if sys.version_info[:2] != VERSION:
         sys.exit(
             "test-arm-package: the wheel is built for Debian 12's Python: make clean, then make PYTHON=python3.11 ..."
@@ -67,30 +64,7 @@ def make_root() -> None:
     """Unpack Debian's Python for arm64 with its dependencies, and make it callable from here."""
     if ARM_PYTHON.exists():
         return
-    shutil.rmtree(ROOT, ignore_errors=True)
-    apt, archives = PLACE / "apt", PLACE / "debs"
-    (apt / "lists" / "partial").mkdir(parents=True, exist_ok=True)
-    (archives / "partial").mkdir(parents=True, exist_ok=True)
-    (apt / "status").touch()
-    origin = f"deb [signed-by={KEYRING}] http://deb.debian.org/debian {SUITE} main\n"
-    (apt / "sources.list").write_text(origin)
-    options = {
-        "APT::Architecture": "arm64",
-        "APT::Architectures": "arm64",
-        "APT::Sandbox::User": "",
-        "Dir::State": apt,
-        "Dir::State::status": apt / "status",
-        "Dir::Etc::sourcelist": apt / "sources.list",
-        "Dir::Etc::sourceparts": "/dev/null",
-        "Dir::Cache": apt,
-        "Dir::Cache::archives": archives,
-        "Debug::NoLocking": "true",
-    }
-    apt_get = ["apt-get", "-qq", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
-    run(*apt_get, "update")
-    run(*apt_get, "install", "--yes", "--download-only", "--no-install-recommends", *PACKAGES)
-    for package in sorted(archives.glob("*.deb")):
-        run("dpkg-deb", "-x", package, ROOT)
+    debian_packages.unpack(PACKAGES, SUITE, "arm64", PLACE, with_dependencies=True)
 
     # Python's own header includes the architecture's next to the system's, which are not the cross compiler's
     (ROOT / "usr/include/python3.11/aarch64-linux-gnu").symlink_to("../aarch64-linux-gnu")

@@ -38,3 +38,13 @@ def test_conda_recipe_has_the_requirements_of_the_package():
     found = dict(re.findall(r"- (\S+) >=(\S+)", run))
     assert found.pop("python") == project["requires-python"].removeprefix(">=")
     assert found == expected
+
+
+def test_wheels_are_for_the_declared_pythons():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = re.findall(r"Programming Language :: Python :: (3)\.(\d+)", "\n".join(root["project"]["classifiers"]))
+    tags = {major + minor for major, minor in declared}
+    assert set(root["tool"]["cibuildwheel"]["build"].split()) == {f"cp{tag}-*" for tag in tags}
+    windows = (ROOT / "tests" / "packaging" / "windows_python.py").read_text(encoding="utf-8")
+    tables = re.findall(r"(?m)^(?:RELEASES|DEBIAN_SUITES) = (\{.*\})$", windows)
+    assert set(re.findall(r'"(3\d+)":', "".join(tables))) == tags

@@ -61,8 +61,8 @@ def main() -> None:
 
 @contextmanager
 def wine_server(wine: str, server: str) -> Iterator[None]:
-    """Keep one server for all processes. A server that a process starts would inherit the process's pipes, and a reader
-    of these pipes would wait for their end forever.
+    """Keep one server and one desktop for all processes. A server or desktop that a process starts would inherit the
+    process's pipes, and a reader of these pipes would wait for their end forever.
     """
     environment = os.environ | SERVER_TOO
     PREFIX.mkdir(parents=True, exist_ok=True)
@@ -71,9 +71,10 @@ def wine_server(wine: str, server: str) -> Iterator[None]:
     try:
         if not (PREFIX / "system.reg").exists():
             subprocess.run([wine, "wineboot", "-i"], env=environment, check=True, timeout=600, **quiet)
+        subprocess.Popen([wine, "explorer", "/desktop"], env=environment, start_new_session=True, **quiet)
         yield
     finally:
-        subprocess.run([server, "-k"], env=environment, check=False, **quiet)
+        subprocess.run([server, "-k"], env=environment, check=False, **quiet)  # it ends the desktop too
 
 
 def make_python(wheel: Path, names: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import iced_x86
 import pefile
-from windows_python import RELEASES, SOURCE, import_library, python_for_windows
+from windows_python import SOURCE, TAGS, headers, import_library
 
 PLATFORMS = {"x86_64": "win-amd64", "aarch64": "win-arm64"}
 MACHINES = {"x86_64": pefile.MACHINE_TYPE["IMAGE_FILE_MACHINE_AMD64"], "aarch64": 0xAA64}
@@ -39,9 +39,9 @@ ARM_ENCODINGS = {
 
 def main() -> None:
     machines = [word for word in sys.argv[1:] if word in PLATFORMS] or list(PLATFORMS)
-    tags = [word for word in sys.argv[1:] if word in RELEASES] or list(RELEASES)
-    if unknown := set(sys.argv[1:]) - PLATFORMS.keys() - RELEASES.keys():
-        sys.exit(f"windows_wheels.py: unknown: {', '.join(unknown)}; there are {', '.join([*PLATFORMS, *RELEASES])}")
+    tags = [word for word in sys.argv[1:] if word in TAGS] or list(TAGS)
+    if unknown := set(sys.argv[1:]) - PLATFORMS.keys() - set(TAGS):
+        sys.exit(f"windows_wheels.py: unknown: {', '.join(unknown)}; there are {', '.join([*PLATFORMS, *TAGS])}")
     for machine in machines:
         for tag in tags:
             print(inspect(build(machine, tag), machine, tag), flush=True)
@@ -54,7 +54,7 @@ def build(machine: str, tag: str) -> Path:
         str(SOURCE / "cmake" / "windows-zig.cmake"),
         f"-DCHUNKRT_WINDOWS_MACHINE={machine}",
         "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON",
-        f"-DPython_INCLUDE_DIR={python_for_windows(tag)}/include",
+        f"-DPython_INCLUDE_DIR={headers(tag)}",
         f"-DPython_LIBRARY={import_library(tag, machine)}",
         f"-DPYBIND11_PYTHON_EXECUTABLE_LAST={sys.executable}",  # pybind11 forgets the others if it changes
         "-DPYTHON_IS_DEBUG=0",  # all three, or pybind11 runs this machine's Python
