@@ -90,11 +90,13 @@ class GroupedCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the command. In its errors, names of parameters become flags: those with an underscore, and the name at
-        the beginning.
+        the beginning. Errors of files keep the names, which are keys of the files.
         """
         try:
             return super().invoke(ctx)
         except ConfigError as error:
+            if re.match(r".*\.[a-z]\w*: ", str(error)):
+                raise
             flags = {p.name: p.opts[-1] for p in self.params if p.opts[-1].startswith("-")}
             names = r"^\w+(?=: | is )|(?<![\w`'./-])[a-z]+(?:_[a-z]+)+(?![\w`'./(=])"
             error.args = (re.sub(names, lambda found: flags.get(found[0], found[0]), str(error)),)

@@ -14,7 +14,9 @@ from chunkrt.runtime.scheduler import CLOSED
 from chunkrt.runtime.state import State
 
 _Waiter = tuple[int, Callable[[], object]]
-"""Number of places that a request waits for, and a function that makes it look for them, which any thread may call."""
+"""Number of places that a request waits for, and a function that makes it look for them. Any thread may call the
+function. It raises RuntimeError if the event loop of the request has ended.
+"""
 
 
 class _Places:
@@ -23,7 +25,7 @@ class _Places:
     def __init__(self, number: int) -> None:
         self.number = number
         self.num_left = number - 1
-        """Number of places for copies of the first state."""
+        """Number of places for states that do not exist yet, apart from the one that is being made."""
 
 
 class Admission:
@@ -69,8 +71,8 @@ class Admission:
     @property
     def num_bytes(self) -> int:
         """Number of bytes that the states reserve."""
-        with self._lock:
-            return sum(state.num_bytes for state in self._places)
+        # An iterator over the dictionary would delay the removal of states that are deleted in the meantime.
+        return sum(state.num_bytes for key in self._places.keyrefs() if (state := key()) is not None)
 
     @property
     def num_waiting(self) -> int:
@@ -130,11 +132,7 @@ class Admission:
 
         news, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def look() -> None:
-            with suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(news.set)
-
-        waiter: _Waiter = number, look
+        waiter: _Waiter = number, lambda: loop.call_soon_threadsafe(news.set)
         try:
             places = self._enter(waiter, is_checked=is_checked)
             while places is None:
@@ -176,9 +174,8 @@ class Admission:
 
     def _leave(self, waiter: _Waiter) -> None:
         """Remove a request from the queue, if it still waits, and wake the next one."""
-        with self._lock:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
+        with self._lock, suppress(ValueError):
+            self._waiting.remove(waiter)
         self._tell()
 
     def _take_free(self) -> _Places:
@@ -194,8 +191,16 @@ class Admission:
         return places
 
     def _use(self, places: _Places, make: Callable[[], State]) -> State:
-        """Make a state that uses one of the places."""
-        state = make()
+        """Make a state that uses one of the places. After an error, the place is free again."""
+        try:
+            state = make()
+        except BaseException:
+            with self._lock:
+                places.num_left += 1
+                if places.num_left == places.number:  # there is no state, but the traceback refers to the places
+                    places.number = places.num_left = 0
+            self._tell()
+            raise
         with self._lock:
             self._places[state] = places
         return state
@@ -215,11 +220,18 @@ class Admission:
         )
 
     def _tell(self) -> None:
-        """Make the first waiting request look for its places. The garbage collector may call this method at any point,
-        so it takes no lock.
+        """Make the first waiting request look for its places. Remove requests whose event loops have ended. The garbage
+        collector may call this method at any point, so it takes no lock.
         """
-        try:
-            _, look = self._waiting[0]  # in a single step, because another thread may change the queue
-        except IndexError:
-            return
-        look()
+        while True:
+            try:
+                waiter = self._waiting[0]  # in a single step, because another thread may change the queue
+            except IndexError:
+                return
+            _, look = waiter
+            try:
+                look()
+                return
+            except RuntimeError:
+                with suppress(ValueError):
+                    self._waiting.remove(waiter)

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ConfigError, ModelError, cause_of
 from chunkrt.tokenizer import template_process
 from chunkrt.tokenizer.chat_prompt import NO_CONTROL_TOKENS, ChatPrompt, ControlTokens
 
@@ -132,12 +132,15 @@ class _Process:
             raise ConfigError("chat templates need a Python interpreter, but sys.executable is not one")
         self.memory_bytes = memory_bytes
         self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", template_process.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", template_process.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {sys.executable} for chat templates: {cause_of(error)}") from error
         path = sorted({str(Path(_origin(name)).parents[1]) for name in _LIBRARIES})
         with suppress(OSError):  # `begin` reports that the process has ended
             self._write(_line({"path": path, "memory_bytes": memory_bytes}))

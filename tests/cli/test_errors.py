@@ -219,6 +219,12 @@ def test_wrong_command_line_prints_one_line(command, arguments, message):
     expect_one_line(command(*arguments), message)
 
 
+def test_error_of_a_settings_file_names_its_key(command, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text('chunk_length = "x"\n')
+    expect_one_line(command(*RUN, "--settings", path), f"{path}: chunk_length is 'x', expected numbers of tokens")
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("scheme", ["float", "w8a8-dynamic", "w4a8-dynamic"])
 @pytest.mark.parametrize("value", [np.inf, np.nan])

@@ -130,16 +130,81 @@ def test_copies_use_the_places_of_their_request():
     run(test)
 
 
-def test_failed_allocation_leaves_no_place():
+def test_failed_allocation_leaves_no_place_while_its_error_lives():
     def fail():
         raise MemoryError
 
-    admission = Admission(STATE_BYTES, STATE_BYTES, max_waiting=1)
-    for _ in range(3):
-        for use in (admission.open, admission.wait):
-            with pytest.raises(MemoryError):
-                use(fail)
-    assert counts(admission) == (0, 0)
+    async def test():
+        admission = Admission(2 * STATE_BYTES, STATE_BYTES, max_waiting=1)
+        errors = []
+        for use in (admission.open, admission.wait, lambda make: asyncio.run(admission.await_room(make, 2))):
+            with pytest.raises(MemoryError) as error:
+                await asyncio.to_thread(use, fail)
+            errors.append(error)
+            assert counts(admission) == (0, 0)
+        failing = asyncio.create_task(admission.await_room(fail, 2))
+        waiting, done = begin(admission, 2)
+        done.set()
+        await waiting
+        assert isinstance(failing.exception(), MemoryError)
+
+    run(test)
+
+
+def test_failed_copy_leaves_its_place_for_another():
+    class Failing(Caches):
+        def fork(self):
+            raise MemoryError
+
+    async def test():
+        admission = Admission(2 * STATE_BYTES, STATE_BYTES, max_waiting=1)
+        state = await admission.await_room(Failing, 2)
+        for _ in range(2):
+            with pytest.raises(MemoryError) as error:
+                admission.fork(state)
+            assert counts(admission) == (2, 0)
+        del state, error
+        assert counts(admission) == (0, 0)
+
+    run(test)
+
+
+def test_state_that_is_deleted_while_bytes_are_counted_leaves_its_place():
+    admission = Admission(None, STATE_BYTES, max_waiting=1)
+    found = []
+
+    class Deleting:
+        @property
+        def num_bytes(self):
+            states.clear()
+            found.append(counts(admission))
+            return STATE_BYTES
+
+    kept = admission.open(Deleting)
+    states = [admission.open(Caches)]
+    assert admission.num_bytes == STATE_BYTES
+    assert found == [(1, 0)]
+    del kept
+
+
+def test_request_of_a_closed_event_loop_does_not_block_the_queue():
+    admission = Admission(STATE_BYTES, STATE_BYTES, max_waiting=2)
+    state = admission.open(Caches)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(admission.await_room(Caches))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    assert not task.done()
+    assert admission.num_waiting == 1
+    found = []
+    thread = threading.Thread(target=lambda: found.append(admission.wait(Caches)), daemon=True)
+    thread.start()
+    while admission.num_waiting == 1:
+        time.sleep(0.001)
+    del state
+    thread.join(30)
+    assert len(found) == 1
+    assert counts(admission) == (1, 0)
 
 
 def test_close_ends_every_wait_and_no_place():

@@ -179,10 +179,13 @@ def test_process_that_was_started_early_renders_one_template(monkeypatch, is_kil
     assert len(started) == (3 if is_killed else 2)
 
 
-def test_interpreter_that_is_missing_early_is_reported_by_the_template(monkeypatch):
-    monkeypatch.setattr("sys.executable", "")
+@pytest.mark.parametrize(
+    ("executable", "message"), [("", "need a Python interpreter"), ("/nowhere/python", "cannot start /nowhere/python")]
+)
+def test_interpreter_that_is_missing_early_is_reported_by_the_template(monkeypatch, executable, message):
+    monkeypatch.setattr("sys.executable", executable)
     chat_template.prepare()
-    with pytest.raises(ConfigError, match="need a Python interpreter"):
+    with pytest.raises(ConfigError, match=message):
         ChatTemplate("x")
 
 
