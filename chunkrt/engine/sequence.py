@@ -113,6 +113,12 @@ class TokenSequence:
             self.ahead = None
             del ahead.state  # a caller may keep the generation, while the memory of the state can be freed
 
+    def settle_left(self) -> None:
+        """Wait like `settle` if a generation that has been left, for example by an interrupt, may still add a token."""
+        ahead = self.ahead
+        if ahead is not None and ahead.is_unwanted and not self._model.scheduler.is_driver:
+            self.settle()
+
     def holds_for(self, num_tokens: int) -> bool:
         """Return whether the state would be the same as the first part of a prompt of `num_tokens` tokens."""
         return self.state.rope_offset == self._model.plan.rope_offset(num_tokens)

@@ -93,11 +93,13 @@ class Session:
         """Prompt tokens and generated tokens in the context. These are all tokens so far, unless the context has been
         shifted.
         """
+        self._sequence.settle_left()
         return tuple(self._sequence.tokens)
 
     @property
     def history(self) -> tuple[int, ...]:
         """All tokens so far, including those that shifts of the context have dropped."""
+        self._sequence.settle_left()
         return self._sequence.history
 
     @property
@@ -108,6 +110,7 @@ class Session:
     @property
     def position(self) -> int:
         """Number of tokens in the context, which is the position of the next token."""
+        self._sequence.settle_left()
         return len(self._sequence.tokens)
 
     @property

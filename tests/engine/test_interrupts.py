@@ -1,5 +1,6 @@
 """Ctrl-C at any point leaves a session consistent with its tokens: its next answer equals that of a fresh session."""
 
+import _thread
 import signal
 import subprocess
 import sys
@@ -115,6 +116,41 @@ def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consisten
         new = set(threading.enumerate()) - before
         assert not [thread for thread in new if thread.name.startswith("chunkrt-")]
     assert at > step
+
+
+def test_tokens_after_an_interrupt_include_a_token_that_is_being_drawn():
+    name, begun, goes_on = "llama_gqa", threading.Event(), threading.Event()
+    engine = load(name)
+    opened = begin(engine, input_ids(name))
+
+    class WaitsAtSecondToken:
+        """Allows every token. The scheduler's thread draws the second one, while the caller waits."""
+
+        num_drawn = 0
+
+        def allowed(self):
+            if self.num_drawn == 1:
+                begun.set()
+                goes_on.wait(60)
+            return np.ones(engine.plan.vocab_size, np.bool_)
+
+        def accept(self, token_id):
+            self.num_drawn += 1
+
+    def interrupt():
+        begun.wait(60)
+        _thread.interrupt_main()
+        time.sleep(0.3)
+        goes_on.set()
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with engine.loaded.scheduler.sharing(), pytest.raises(KeyboardInterrupt):
+        list(opened.generate(max_new_tokens=3, constraint=WaitsAtSecondToken()))
+    tokens = opened.tokens
+    interrupting.join()
+    opened.prefill(NEXT)
+    assert opened.tokens == (*tokens, *NEXT)
 
 
 def test_interrupt_before_a_garbage_collection_is_not_lost():
