@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from chunkrt.cli.command import FiniteRange, GroupedCommand, option
 from chunkrt.cli.generation_options import template_option
@@ -166,10 +167,12 @@ def serve(
         from chunkrt.server.service import ServerOptions, Service
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}; pip install 'chunkrt[serve]'") from error
+    waiting_in_file = settings.pop("queue", None)
+    is_default = click.get_current_context().get_parameter_source("max_waiting") is ParameterSource.DEFAULT
     options = ServerOptions(
         api_keys=keys,
         max_sessions=max_sessions,
-        queue=max_waiting,
+        queue=waiting_in_file if is_default and waiting_in_file is not None else max_waiting,
         max_body_bytes=max_body,
         allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # the form that browsers send
         allow_hosts=(host, *allow_host),

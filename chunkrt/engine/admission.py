@@ -214,8 +214,8 @@ class Admission:
     def _busy(self) -> BusyError:
         limit = "cache_memory" if self.most == self._max_states else "max_sessions"
         return BusyError(
-            f"{self.num_taken} sequences are in progress, of at most {self.most} (`{limit}`), and {self.num_waiting} "
-            f"requests wait, of at most {self.max_waiting} (`queue`); close a session, raise the limit, or try again "
+            f"{self.num_taken} of {self.most} places for sequences (`{limit}`) and {self.num_waiting} of "
+            f"{self.max_waiting} places in the queue (`queue`) are taken; close a session, raise a limit, or try again "
             "later"
         )
 

@@ -340,7 +340,8 @@ class EngineOptions:
     prefix_cache: str | Path | None = declared_option(
         "--prefix-cache memory|disk|off|FOLDER",
         "Storage of computed prompt prefixes, for reuse by later prompts. disk: chunkrt's own folder, cached in "
-        "memory; several processes may share a folder.  [default: memory; off with ranks]",
+        "memory; several processes may share a folder.  [default: memory; off with ranks, and in `chunkrt run` with "
+        "one prompt]",
         group="Context and memory",
         must=(
             lambda value: isinstance(value, str | Path) and bool(str(value).strip()),

@@ -125,7 +125,7 @@ def test_parallel_repetitions_start_with_new_prompts(monkeypatch):
         (("--parallel", "2", "-p", "8", "-r", "0"), "--repetitions is 0"),
         (
             ("--parallel", "200", "-p", "8", "-n", "1", "--cache-memory", "0.3MB"),
-            "4 sequences are in progress, of at most 4 (--cache-memory)",
+            "4 of 4 places for sequences (--cache-memory)",
         ),
     ],
 )

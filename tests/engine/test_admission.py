@@ -60,9 +60,7 @@ def test_both_limits_admit_in_order_of_arrival(by_memory):
         await settle()
         assert counts(admission) == (1, 2)
         name = "cache_memory" if by_memory else "max_sessions"
-        text = (
-            rf"^1 sequences are in progress, of at most 2 \(`{name}`\), and 2 requests wait, of at most 2 \(`queue`\)"
-        )
+        text = rf"^1 of 2 places for sequences \(`{name}`\) and 2 of 2 places in the queue \(`queue`\) are taken"
         for refused in (
             admission.check,
             lambda: admission.open(Caches),  # a place is free, but other requests come first
@@ -114,7 +112,7 @@ def test_copies_use_the_places_of_their_request():
         states += [admission.fork(states[0]), admission.fork(states[0])]
         assert (*counts(admission), admission.num_states, admission.num_bytes) == (4, 1, 4, 4 * STATE_BYTES)
         for state in (*states, other):
-            with pytest.raises(BusyError, match="4 sequences are in progress"):
+            with pytest.raises(BusyError, match=r"^4 of 4 places"):
                 admission.fork(state)
         del state, states
         await settle()
@@ -122,7 +120,7 @@ def test_copies_use_the_places_of_their_request():
         done.set()
         await task
         copies = [admission.fork(other) for _ in range(3)]
-        with pytest.raises(BusyError, match=r"4 sequences are in progress, .* and 0 requests wait"):
+        with pytest.raises(BusyError, match=r"^4 of 4 places .* and 0 of"):
             admission.fork(other)
         del other, copies
         assert (*counts(admission), admission.num_states) == (0, 0, 0)

@@ -79,7 +79,7 @@ def test_request_waits_in_one_queue(tight, max_sessions):
                 answer = httpx.post(f"{url}/v1/completions", json=body)
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
                 message = answer.json()["error"]["message"]
-                assert message.startswith("3 sequences are in progress, of at most 3 (`cache_memory`), and 2 requests ")
+                assert message.startswith("3 of 3 places for sequences (`cache_memory`) and 2 of ")
         for raw in raws:
             assert b"data: [DONE]" in raw.read_all()
 
