@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
 from chunkrt.backends.qnn.buffers import Buffer, Form, ordinary_buffer
-from chunkrt.backends.qnn.int8_rows import pack_rows, unpack_rows
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, INT8_GROUP, Node, Plan, Subgraph, resolve
 from chunkrt.graph.static_attention import has_int8_caches, is_convolution, kept_slots, num_groups, static_slots
+from chunkrt.quant.arithmetic import quantize_rows
 
 Result = TypeVar("Result")
 
@@ -187,7 +187,7 @@ class BoundBuffers:
         scales. Raises NumberRangeError if a value or a scale exceeds float16.
         """
         if self.buffers[name].dtype == np.int8:
-            integers, scales = unpack_rows(array, self.buffers[name].shape[-1])
+            integers, scales = _unpack_rows(array, self.buffers[name].shape[-1])
             self.buffers[name][:, slots] = integers
             name, array = name + SCALES_SUFFIX, scales
         with np.errstate(over="ignore"):  # reported as an error
@@ -442,7 +442,7 @@ class WindowedExecutable:
             for cache in self._caches:
                 slots = np.arange(position, position + num_rows) % inputs[cache].shape[1]
                 new = place.buffers[cache + NEW_SUFFIX][:, :num_rows]
-                inputs[cache][:, slots] = pack_rows(new) if cache in self._int8_caches else new
+                inputs[cache][:, slots] = _pack_rows(new) if cache in self._int8_caches else new
             self._copy(place, inputs, position, position + num_rows)
             context.held = Held(history, position + num_rows)
         return passage
@@ -470,3 +470,22 @@ class WindowedExecutable:
         if kept is not None:
             sees &= (keys < kept) | (keys > rows - buffer.ring)
         np.copyto(mask, np.where(sees, np.float16(0), HIDDEN))
+
+
+def _pack_rows(values: NDArray[Any]) -> NDArray[np.int8]:
+    """Return rows of an int8 cache, int8 [..., head_dim + 4 * groups], for finite values [..., head_dim].
+
+    A row consists of the native backend's integers, followed by the bytes of one float32 scale for each group of
+    INT8_GROUP values.
+    """
+    groups = [
+        quantize_rows(values[..., begin : begin + INT8_GROUP].astype(np.float32))
+        for begin in range(0, values.shape[-1], INT8_GROUP)
+    ]
+    scales = np.concatenate([scale for _, scale in groups], axis=-1)
+    return np.concatenate([*(integers for integers, _ in groups), scales.view(np.int8)], axis=-1)
+
+
+def _unpack_rows(rows: NDArray[np.int8], head_dim: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Return the integers [..., head_dim] and the scales [..., groups] of rows of an int8 cache, as views."""
+    return rows[..., :head_dim], rows[..., head_dim:].view(np.float32)
