@@ -643,7 +643,7 @@ def test_a_list_of_layers_is_searched_as_the_same_placement_in_a_file(command, t
         (["-p", "x.txt"], "or a file; there is no such file"),
         (["-p", "0,64"], "-p is '0,64', expected numbers of at least 1"),
         (["--chunk", "0"], "--chunk is '0', expected numbers of tokens, at least 1"),
-        (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
+        (["--chunk", "1000"], "--chunk: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
         (["--seed", "1"], "--seed is for random arrivals; give --arrivals"),
