@@ -55,7 +55,7 @@ def main() -> None:
     make_python(build("x86_64", TAG), SHORT_EXTRAS if is_short else EXTRAS)
     with wine_server(wine, server):
         if is_short or not arguments:
-            run_cpp_tests(wine, () if not is_short else ("-attend_f32",))
+            run_cpp_tests(wine, ("program",) if is_short else ("kernel", "program"))
         run_python_tests(wine, paths)
 
 
@@ -103,13 +103,13 @@ def install(*what: str | Path) -> None:
     subprocess.run([uv, "pip", "install", "--quiet", "--no-config", *platform, *place, *what], check=True)
 
 
-def run_cpp_tests(wine: str, chosen: tuple[str, ...]) -> None:
+def run_cpp_tests(wine: str, parts: tuple[str, ...]) -> None:
     folder = SOURCE / "build" / f"temp.win-amd64-{sys.implementation.cache_tag}" / "chunkrt._native"
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "ZIG_GLOBAL_CACHE_DIR": str(PLACE / "zig")}
-    subprocess.run(["cmake", "--build", folder, "--target", "chunkrt_tests"], env=environment, check=True)
-    for command in (["chunkrt_kernel_tests.exe", *chosen], ["chunkrt_program_tests.exe"]):
-        run_in_wine(wine, str(folder / "csrc" / "tests" / command[0]), *command[1:])
+    for name in (f"chunkrt_{part}_tests" for part in parts):
+        subprocess.run(["cmake", "--build", folder, "--target", name], env=environment, check=True)
+        run_in_wine(wine, str(folder / "csrc" / "tests" / f"{name}.exe"))
 
 
 def run_python_tests(wine: str, paths: list[str]) -> None:
