@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
 from chunkrt.cli.command import FiniteRange, GroupedCommand, option
 from chunkrt.cli.generation_options import template_option
@@ -125,7 +124,7 @@ LATE_SECONDS = 5.0
     help="Let clients load and unload adapters of this folder. It needs --adapters.  [default: they may not]",
 )
 @template_option("a request's own options take precedence")
-@engine_options_but("queue")
+@engine_options_but("queue", max_waiting="queue")
 def serve(
     model: str,
     host: str,
@@ -167,12 +166,10 @@ def serve(
         from chunkrt.server.service import ServerOptions, Service
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}; pip install 'chunkrt[serve]'") from error
-    waiting_in_file = settings.pop("queue", None)
-    is_default = click.get_current_context().get_parameter_source("max_waiting") is ParameterSource.DEFAULT
     options = ServerOptions(
         api_keys=keys,
         max_sessions=max_sessions,
-        queue=waiting_in_file if is_default and waiting_in_file is not None else max_waiting,
+        queue=max_waiting,
         max_body_bytes=max_body,
         allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # the form that browsers send
         allow_hosts=(host, *allow_host),

@@ -112,10 +112,14 @@ def engine_options(command: Command) -> Command:
     return engine_options_but()(command)
 
 
-def engine_options_but(*own: str) -> Callable[[Command], Command]:
-    """Like `engine_options`, without options that the command declares itself; a settings file may set them."""
+def engine_options_but(*own: str, **fields: str) -> Callable[[Command], Command]:
+    """Like `engine_options`, without options that the command declares itself; a settings file may set them.
+
+    Args:
+        fields: see `settings_option`.
+    """
     names = [name for name in DECLARED if name not in (*CONTEXT_FIELDS, *own)]
-    return _engine_options(*names, of_settings=DECLARED)
+    return _engine_options(*names, of_settings=DECLARED, **fields)
 
 
 def planning_options(command: Command) -> Command:
@@ -123,7 +127,7 @@ def planning_options(command: Command) -> Command:
     return _engine_options(*PLANNING_FIELDS, of_settings=PLANNING_FIELDS)(command)
 
 
-def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Command], Command]:
+def _engine_options(*names: str, of_settings: Iterable[str], **fields: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         @wraps(command)
         def checked(*arguments: Any, **options: Any) -> Any:
@@ -133,7 +137,7 @@ def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Comman
                         refuse_without(condition.format_map(options), name)
             return command(*arguments, **options)
 
-        with_settings = _VERBOSE(settings_option(*of_settings)(checked))
+        with_settings = _VERBOSE(settings_option(*of_settings, **fields)(checked))
         return engine_fields(*(name for name in names if DECLARED[name][2].flag))(cast(Command, with_settings))
 
     return decorate

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from chunkrt.engine.arguments import checked_salt
 from chunkrt.engine.embedding import Pooling, check_hidden
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.sampling import SamplingOptions
@@ -183,7 +184,7 @@ class Service:
         """
         if self._is_closed:
             raise ClosedError("the server accepts no new requests")
-        loaded, salt, failed, bound = self.engine.loaded, cache_salt or "", None, asyncio.timeout(None)
+        loaded, salt, failed, bound = self.engine.loaded, checked_salt(cache_salt), None, asyncio.timeout(None)
         chosen = loaded.adapters.find(adapter)
         try:
             async with bound, asyncio.TaskGroup() as group:
