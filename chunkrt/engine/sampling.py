@@ -116,7 +116,10 @@ class Sampler:
             ConfigError: logits are not of shape [V], or an id in `history` or with a bias is not in [0, V).
         """
         if self.options.temperature == 0:
-            token_id = int(self._scores(logits, history).argmax())
+            token_id = _likeliest(logits)
+            scores = self._scores(logits, history)
+            if scores is not logits:
+                token_id = int(scores.argmax())
         else:
             token_ids, probabilities = self.distribution(logits, history)
             cumulative = np.cumsum(probabilities)
@@ -133,6 +136,7 @@ class Sampler:
         Arguments and errors are those of `next`. Greedy options leave one token of probability 1.
         """
         options = self.options
+        _likeliest(logits)
         scores = self._scores(logits, history)
         if options.temperature == 0:
             return np.array([np.argmax(scores)], np.int64), np.ones(1)
@@ -163,7 +167,7 @@ class Sampler:
     def _scores(
         self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64]
     ) -> NDArray[np.floating[Any]]:
-        """Check the logits, and return them with biases and penalties applied."""
+        """Return logits with biases and penalties applied; without any, the same array."""
         options = self.options
         scores = _penalised(logits, history, options.repetition_penalty)
         if options.logit_bias:
@@ -272,13 +276,12 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if stop.startswith(text[-length:])), 0)
 
 
-def _penalised(
-    logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64], penalty: float
-) -> NDArray[np.floating[Any]]:
-    """Check the logits, and return them with the repetition penalty applied."""
+def _likeliest(logits: NDArray[np.float32]) -> int:
+    """Check the logits, and return the index of the largest one."""
     if logits.ndim != 1 or logits.size == 0:
         raise ConfigError(f"sampling: found logits of shape {list(logits.shape)}, expected [V]")
-    if not (isfinite(np.maximum.reduce(logits)) and isfinite(np.minimum.reduce(logits))):  # NaN is its own maximum
+    largest = logits.argmax()  # the first NaN, if there is one
+    if not (isfinite(logits[largest]) and isfinite(logits[logits.argmin()])):
         finite = np.isfinite(logits)
         first = int(np.argmin(finite))
         raise BackendError(
@@ -286,6 +289,13 @@ def _penalised(
             f"has {logits[first]}), so no token can be chosen; run the prompt with `npu='reference'` "
             "to distinguish a faulty backend from faulty weights"
         )
+    return int(largest)
+
+
+def _penalised(
+    logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64], penalty: float
+) -> NDArray[np.floating[Any]]:
+    """Return logits with the repetition penalty applied."""
     if penalty == 1 or len(history) == 0:
         return logits
     seen = np.unique(np.asarray(history, np.int64))

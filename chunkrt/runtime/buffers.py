@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -271,13 +271,15 @@ class BoundSubgraph:
         self._chunk_length = chunk_length
         self._logits = output if output in subgraph.outputs else None
         self._outputs = tuple(name for name in subgraph.outputs if name != output)
+        self._state = subgraph.all_state
         has_rows = slots[0].has_rows
         self._shared = tuple(name for name in subgraph.inputs if has_rows(name))
         self._own = tuple(name for name in subgraph.inputs if not has_rows(name))
         self._check_length()
         whole = slice(chunk_length)
         self._whole = [
-            (buffers.views(subgraph.inputs, whole), buffers.views(self._outputs, whole)) for buffers in slots
+            (buffers.views(subgraph.inputs, whole, whole), buffers.views(self._outputs, whole, whole))
+            for buffers in slots
         ]
 
     def _check_length(self) -> None:
@@ -322,7 +324,7 @@ class BoundSubgraph:
         Returns:
             The result of `Executable.run`.
         """
-        if len(segments) > 1 and self.subgraph.all_state:
+        if len(segments) > 1 and self._state:
             self._run_segments(slot, segments, num_tokens)
             return None
         inputs, outputs = self._whole[slot]
@@ -336,7 +338,7 @@ class BoundSubgraph:
                 )
             else:
                 buffers.clear_padding(self.subgraph.inputs, num_tokens)
-        if self.subgraph.all_state:
+        if self._state:
             inputs = inputs | self._state_of(segments[0])
             if self._after is not None:
                 return self._after(inputs, outputs, segments[0].request.state.history)
@@ -362,9 +364,9 @@ class BoundSubgraph:
             self._compute(inputs | self._state_of(segment), buffers.views(self._outputs, rows))
             row = rows.stop
 
-    def _state_of(self, segment: Segment) -> dict[str, Array]:
-        tensors, names = segment.request.state.tensors, self.subgraph.all_state
-        return dict(tensors) if len(names) == len(tensors) else {name: tensors[name] for name in names}
+    def _state_of(self, segment: Segment) -> Mapping[str, Array]:
+        tensors, names = segment.request.state.tensors, self._state
+        return tensors if len(names) == len(tensors) else {name: tensors[name] for name in names}
 
     def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array | None, number: int = 0) -> None:
         """Compute the logits of the requested rows of one chunk, in groups if the executable has a fixed length.
@@ -384,10 +386,12 @@ class BoundSubgraph:
             buffers.clear_padding(self.subgraph.inputs, num_tokens, num_rows)
         for start in range(0, num_rows, step):
             group = slice(start, start + step)
-            inputs = buffers.views(self.subgraph.inputs, tokens, group)
-            outputs = buffers.views(self._outputs, tokens, group) if self._outputs else {}
+            inputs, outputs = self._whole[slot]
+            if step < self._chunk_length:
+                inputs = buffers.views(self.subgraph.inputs, tokens, group)
+                outputs = buffers.views(self._outputs, tokens, group)
             if self._logits is not None and logits is not None:
-                outputs[self._logits] = logits[group]
+                outputs = {**outputs, self._logits: logits[group]}
             if self._link is not None:
                 self._link(inputs, outputs, number)
             else:

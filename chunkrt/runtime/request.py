@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from threading import Event, Lock
 from typing import Literal, NamedTuple, get_args
 
@@ -96,11 +96,6 @@ class Request:
         """Result: float32 [1, V] for the last token, [n, V] for all tokens, or None if no logits were requested."""
         self.hidden: NDArray[np.float32] | None = None
         """Result: float32 [n, H] if requested: the output of the last norm, which is the input of the LM head."""
-        self.records: list[RunRecord] = []
-        """Records of consecutive parts of the tokens. Each part was computed by one pipeline; its record lists every
-        task in the order in which they ended, and the data that explain why workers waited. Tokens that share no chunk
-        with another request are one part, or one part for each executor.
-        """
         self.num_chunks = 0
         """Number of computed chunks that contain tokens of the request."""
         self.num_taken = 0
@@ -131,7 +126,9 @@ class Request:
         self._on_end: Callable[[], object] = bool
         self._pipeline: Pipeline | None = None
         self._is_unshared = True
-        self._noted: list[tuple[Segment, Sequence[TaskEvent], ChunkRecord | None]] = []
+        self._records: list[RunRecord] = []
+        self._noted: list[tuple[int, int, Sequence[TaskEvent], ChunkRecord | None]] = []
+        """Chunks that `_records` lacks: first token, number of tokens, events, and the chunk if it was shared."""
         self._rows: NDArray[np.float32] | None = None
         """Buffer of the logits, float32 [N, V]; N is the number of requested rows, rounded up to complete groups."""
 
@@ -180,7 +177,8 @@ class Request:
         """Position of the first token."""
         self.rope_offset = state.rope_offset
         self.num_taken = self.num_passed = self.num_in_flight = 0
-        self.last_chunk, self.num_chunks, self.records = -1, 0, []
+        self.last_chunk, self.num_chunks, self._records = -1, 0, []
+        self._noted, self._sequence, self._position_bytes = [], state.serial, state.position_bytes
         num_rows = 0
         if not self.is_for_others:
             num_rows = 1 if self.wanted == "last" else size if self.wanted == "all" else 0
@@ -193,6 +191,15 @@ class Request:
                 self._rows = aligned_zeros((rows, plan.vocab_size), np.float32)
             self.logits = self._rows[:num_rows]
         self._plan, self._logit_group = plan, logit_group
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """Records of consecutive parts of the tokens. Each part was computed by one pipeline; its record lists every
+        task in the order in which they ended, and the data that explain why workers waited. Tokens that share no chunk
+        with another request are one part, or one part for each executor.
+        """
+        self._write_record()
+        return self._records
 
     @property
     def record(self) -> RunRecord:
@@ -239,10 +246,9 @@ class Request:
         record. `chunk` describes a chunk that several requests may have shared.
         """
         if pipeline is not self._pipeline or (chunk is None) is not self._is_unshared:
-            if self._noted:
-                self._write_record()
+            self._write_record()
             self._pipeline, self._is_unshared = pipeline, chunk is None
-        self._noted.append((segment, events, chunk))
+        self._noted.append((segment.start, segment.num_tokens, events, chunk))
         self.num_chunks += 1
 
     def _write_record(self) -> None:
@@ -252,33 +258,32 @@ class Request:
         noted = self._noted
         if len(noted) == 1:
             chunks: tuple[ChunkRecord, ...] = ()
-            _, events, record = noted[0]
+            _, _, events, record = noted[0]
             if record is not None:
                 events, chunks = [_numbered(event, 0) for event in events], (record,)
         else:
-            noted = sorted(noted, key=lambda one: one[0].start)  # a chunk may have waited for rows of others
-            events = [_numbered(event, chunk) for chunk, (_, own, _) in enumerate(noted) for event in own]
+            noted = sorted(noted, key=itemgetter(0))  # a chunk may have waited for rows of others
+            events = [_numbered(event, chunk) for chunk, (_, _, own, _) in enumerate(noted) for event in own]
             events.sort(key=attrgetter("end_ns"))
-            chunks = tuple(record for _, _, record in noted if record is not None)
-        first, state = noted[0][0], self.state
-        self.records.append(
+            chunks = tuple(record for _, _, _, record in noted if record is not None)
+        first, (last, num_tokens, _, _) = noted[0][0], noted[-1]
+        self._records.append(
             RunRecord(
                 pipeline=self._pipeline,
-                num_tokens=noted[-1][0].start + noted[-1][0].num_tokens - first.start,
-                position=self.position + first.start,
-                position_bytes=state.position_bytes,
+                num_tokens=last + num_tokens - first,
+                position=self.position + first,
+                position_bytes=self._position_bytes,
                 start_ns=min(events, key=attrgetter("start_ns")).start_ns,
                 end_ns=events[-1].end_ns,
                 events=events,
                 chunks=chunks,
-                sequence=state.serial,
+                sequence=self._sequence,
             )
         )
         self._noted, self._pipeline = [], None
 
     def commit(self) -> None:
         """Advance the state after all tokens have been computed."""
-        self._write_record()
         self.state.advance(self.token_ids.size)
 
     def following(self) -> Tokens | None:

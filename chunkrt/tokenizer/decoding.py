@@ -44,17 +44,17 @@ class TokenBytes:
 
     def __getitem__(self, token_id: int) -> bytes:
         """Return a token's bytes. Raise ConfigError if the token does not exist, or the id is not an integer."""
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise ConfigError(f"a token id is {token_id!r:.80}, expected a whole number")
-        known = self._known.get(token_id)
+        known = self._known.get(token_id) if type(token_id) is int else None
         if known is None:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise ConfigError(f"a token id is {token_id!r:.80}, expected a whole number")
             token = self._library.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
             if token is None:
                 if 0 <= token_id < self._num_rows:
                     return b""
                 size = self._library.get_vocab_size()
                 raise ConfigError(f"token {token_id} has no text: the vocabulary holds {size} tokens")
-            known = self._known[token_id] = self._bytes_of(token)
+            known = self._known[int(token_id)] = self._bytes_of(token)
         return known
 
 

@@ -482,16 +482,16 @@ def test_batcher_error_reaches_all_runs_and_the_engine_recovers(taken: object, m
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(9))[-1:])
 
 
-def test_error_in_making_a_record_reaches_the_waiting_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_advancing_the_state_reaches_the_waiting_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
     scheduler = make_scheduler(plan)
     state = State(plan, CONTEXT, chunk_length=CHUNK)
     request = Request(tokens(9), state)
 
-    def record(*_: object, **__: object) -> None:
+    def advance(*_: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr("chunkrt.runtime.request.RunRecord", record)
+    monkeypatch.setattr(State, "advance", advance)
     scheduler.submit(request)
     finish(request.wait)
     with pytest.raises(MemoryError, match="none left"):
