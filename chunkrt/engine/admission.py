@@ -79,12 +79,6 @@ class Admission:
         """Number of requests that wait."""
         return len(self._waiting)
 
-    def check(self, number: int = 1) -> None:
-        """Raise BusyError if a request for `number` places would have to wait, and the queue is full."""
-        with self._lock:
-            if self._must_wait(number) and len(self._waiting) >= self.max_waiting:
-                raise self._busy()
-
     def open(self, make: Callable[[], State]) -> State:
         """Return a state immediately. Raise BusyError if no place is free, or if requests already wait."""
         with self._lock:
@@ -121,12 +115,20 @@ class Admission:
             self._leave(waiter)
         return self._use(places, make)
 
-    async def await_room(self, make: Callable[[], State], number: int = 1, *, is_checked: bool = False) -> State:
+    async def await_room(
+        self,
+        make: Callable[[], State],
+        number: int = 1,
+        *,
+        has_entered: bool = False,
+        on_entry: Callable[[], object] = bool,
+    ) -> State:
         """Wait like `wait`, without blocking the event loop.
 
         Args:
             number: number of places to take, for the state and for copies of it (`fork`).
-            is_checked: True if `check` has accepted the request, so that the queue cannot be too full for it.
+            has_entered: True if the request has had other places before, so that the queue cannot be too full for it.
+            on_entry: called when the request has its places, or waits in the queue.
         """
         import asyncio
 
@@ -134,7 +136,8 @@ class Admission:
 
         waiter: _Waiter = number, lambda: loop.call_soon_threadsafe(news.set)
         try:
-            places = self._enter(waiter, is_checked=is_checked)
+            places = self._enter(waiter, has_entered=has_entered)
+            on_entry()
             while places is None:
                 await news.wait()
                 news.clear()
@@ -148,14 +151,14 @@ class Admission:
         self._is_closed = True
         self._tell()  # a request that ends its wait wakes the next one
 
-    def _enter(self, waiter: _Waiter, *, is_checked: bool = False) -> _Places | None:
+    def _enter(self, waiter: _Waiter, *, has_entered: bool = False) -> _Places | None:
         """Return the places of a request, or add the request to the queue and return None."""
         number, look = waiter
         with self._lock:
             if not self._must_wait(number):
                 return self._new(number)
-            if not is_checked:
-                self.check(number)
+            if len(self._waiting) >= self.max_waiting and not has_entered:
+                raise self._busy()
             self._waiting.append(waiter)
         look()  # places may have become free in the meantime
         return None

@@ -143,6 +143,7 @@ class Executor:
             for subgraph in plan.subgraphs
         ]
         """Names of the processors that take the tasks of each subgraph."""
+        self._tasks_alone = [Task(index, 0) for index in range(len(plan.subgraphs))]
 
     def reaches(self, position: int) -> bool:
         """Return True if a chunk of this executor may begin at the position."""
@@ -178,7 +179,8 @@ class Executor:
                 passage = self.run_task(index, chunk, 0)
             except Exception as error:
                 raise self.failure(index, chunk, error)  # noqa: B904 - it has its cause
-            events.append(TaskEvent(Task(index, 0), self._takers[index], 0, start_ns, perf_counter_ns(), passage))
+            task, processor = self._tasks_alone[index], self._takers[index]
+            events.append(TaskEvent(task, processor, 0, start_ns, perf_counter_ns(), passage))
         return events
 
     def run_task(self, index: int, chunk: Chunk, slot: int) -> Passage | None:

@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Admitted:
-    """Event: all checks have passed; the request runs as soon as a place is free."""
+    """Event: the request has been accepted. It runs, or waits in the queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ Event = Admitted | PromptProgress | Prefilled | Said
 async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncGenerator[Event]:
     """Answer prompts, all at the same time.
 
-    The first event, `Admitted`, comes at once. Closing the iterator ends all answers at the next chunk.
+    The first event, `Admitted`, comes when the request runs or waits in the queue. Closing the iterator ends all
+    answers at the next chunk.
 
     Raises:
         RequestError: a prompt does not fit the context.
@@ -98,19 +99,22 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
     for prompt in prompts:
         check_fits(service, len(prompt), wanted.max_new_tokens)
     num_choices = 1 if wanted.max_new_tokens == 0 else len(wanted.sampling)  # without new tokens, nothing is copied
-    service.check_room(num_choices)
     events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
     tell = events.put_nowait
     if wanted.is_of_prompts:
         groups = [{index: prompts[index] for index in indices} for indices in by_beginning(prompts)]
-        works = [partial(_tell, service, group, wanted, tell) for group in groups]
+        parts = [partial(_tell, service, group, wanted, tell) for group in groups]
     else:
-        works = [partial(_answer, service, index, prompt, wanted, tell) for index, prompt in enumerate(prompts)]
+        parts = [partial(_answer, service, index, prompt, wanted, tell) for index, prompt in enumerate(prompts)]
 
     async def answer_all() -> None:
         try:
             await service.in_sessions(
-                works, num_choices=num_choices, cache_salt=wanted.cache_salt, adapter=wanted.adapter
+                parts,
+                num_choices=num_choices,
+                cache_salt=wanted.cache_salt,
+                adapter=wanted.adapter,
+                on_entry=lambda: tell(Admitted()),
             )
         except Exception as error:
             tell(error)
@@ -119,7 +123,6 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
 
     task = asyncio.create_task(answer_all())
     try:
-        yield Admitted()
         while (event := await events.get()) is not None:
             if isinstance(event, BaseException):
                 try:

@@ -74,7 +74,6 @@ def _width(service: Service) -> int:
 async def _rows(
     service: Service, texts: Sequence[Sequence[int]], pooling: Pooling, cache_salt: str | None, adapter: str | None
 ) -> list[Float32]:
-    service.check_room()
     found: dict[int, Float32] = {}
 
     async def work(index: int, tokens: Sequence[int], session: Session) -> None:
@@ -83,8 +82,8 @@ async def _rows(
         found[index] = pooled(result.hidden, pooling)
         service.metrics.prompt_tokens.inc(len(tokens))
 
-    works = [partial(work, index, tokens) for index, tokens in enumerate(texts)]
-    await service.in_sessions(works, cache_salt=cache_salt, adapter=adapter)
+    parts = [partial(work, index, tokens) for index, tokens in enumerate(texts)]
+    await service.in_sessions(parts, cache_salt=cache_salt, adapter=adapter)
     return [found[index] for index in range(len(texts))]
 
 

@@ -28,7 +28,7 @@ class Metrics:
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.first_token = self._times("first_token_seconds", "Time from the start of a prompt to its logits.")
         self.token_gap = self._times("token_gap_seconds", "Time between consecutive tokens of an answer.")
-        self._gauge("active_sequences", "Sequences under way.", lambda: engine.loaded.admission.num_taken)
+        self._gauge("active_sequences", "Sequences in progress.", lambda: engine.loaded.admission.num_taken)
         self._gauge("waiting_requests", "Requests that wait.", lambda: engine.loaded.admission.num_waiting)
         self._gauge("cache_bytes", "Reserved for caches.", lambda: engine.stats().cache_bytes)
         self._gauge(

@@ -84,15 +84,14 @@ def _check_lengths(service: Service, texts: Mapping[str, Sequence[Any]]) -> None
 
 async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None, adapter: str | None) -> list[Score]:
     """Return the scores of pairs. Pairs with the same context share a session, which runs it once."""
-    service.check_room()
     found: dict[int, Score] = {}
 
     async def work(indices: list[int], session: Session) -> None:
         for index in indices:
             found[index] = await session.ascore(*pairs[index])
 
-    works = [partial(work, indices) for indices in by_context(pairs)]
-    await service.in_sessions(works, cache_salt=cache_salt, adapter=adapter)
+    parts = [partial(work, indices) for indices in by_context(pairs)]
+    await service.in_sessions(parts, cache_salt=cache_salt, adapter=adapter)
     return [found[index] for index in range(len(pairs))]
 
 

@@ -147,13 +147,30 @@ class Service:
         vocab_size = self.engine.plan.vocab_size
         return [request.sampling(choice, vocab_size) for choice in range(request.n or 1)]
 
-    def check_room(self, num_choices: int = 1) -> None:
-        """Check that a request whose prompts have a number of choices each may enter.
+    async def in_sessions(
+        self,
+        parts: Iterable[Callable[[Session], Coroutine[Any, Any, None]]],
+        *,
+        num_choices: int = 1,
+        cache_salt: str | None,
+        adapter: str | None,
+        on_entry: Callable[[], object] = bool,
+    ) -> None:
+        """Run the coroutines of a request, each in a session with room for its choices.
+
+        They wait for their places one after the other, so the request counts as one waiting request. After an error,
+        the others are cancelled.
+
+        Args:
+            parts: functions that return the coroutine for a session.
+            num_choices: number of sequences of each coroutine: its session and copies of it.
+            on_entry: called when the request has its first places, or waits in the queue.
 
         Raises:
             BusyError: all places are taken, and the queue is full.
-            ClosedError: the server accepts no new requests.
+            ClosedError: the server is shutting down, or accepts no new requests.
             RequestError: the number of choices exceeds the number of places.
+            Exception: the first error of a coroutine.
         """
         if self._is_closed:
             raise ClosedError("the server accepts no new requests")
@@ -163,36 +180,18 @@ class Service:
                 f"n is {num_choices}, but at most {most} sequences run at a time (--max-sessions, --cache-memory)",
                 param="n",
             )
-        self._admission.check(num_choices)
-
-    async def in_sessions(
-        self,
-        works: Iterable[Callable[[Session], Coroutine[Any, Any, None]]],
-        *,
-        num_choices: int = 1,
-        cache_salt: str | None,
-        adapter: str | None,
-    ) -> None:
-        """Do the works of a request that `check_room` has accepted, each in a session with room for its choices.
-
-        The works wait for their places one after the other, so the request counts as one waiting request. After an
-        error, the other works are ended.
-
-        Raises:
-            ClosedError: the server is shutting down.
-            Exception: the first error of a work.
-        """
-        if self._is_closed:
-            raise ClosedError("the server accepts no new requests")
         loaded, salt, failed, bound = self.engine.loaded, checked_salt(cache_salt), None, asyncio.timeout(None)
         chosen = loaded.adapters.find(adapter)
         try:
             async with bound, asyncio.TaskGroup() as group:
                 self._requests[bound] = False
-                for work in works:
-                    state = await self._admission.await_room(loaded.make_state, num_choices, is_checked=True)
-                    self._requests[bound] = True
-                    group.create_task(_do(work, Session(loaded, state, cache_salt=salt, adapter=chosen)))
+                for part in parts:
+                    has_entered = self._requests[bound]
+                    state = await self._admission.await_room(
+                        loaded.make_state, num_choices, has_entered=has_entered, on_entry=on_entry
+                    )
+                    self._requests[bound], on_entry = True, bool
+                    group.create_task(_run_part(part, Session(loaded, state, cache_salt=salt, adapter=chosen)))
                     del state
         except* Exception as several:
             failed = _first_of(several)
@@ -287,9 +286,9 @@ class Service:
         return self.tokenizer.token_bytes[token_id]
 
 
-async def _do(work: Callable[[Session], Coroutine[Any, Any, None]], session: Session) -> None:
+async def _run_part(part: Callable[[Session], Coroutine[Any, Any, None]], session: Session) -> None:
     async with session:
-        await work(session)
+        await part(session)
 
 
 def _first_of(several: BaseException) -> BaseException:

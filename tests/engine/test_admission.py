@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 import pytest
@@ -62,7 +63,6 @@ def test_both_limits_admit_in_order_of_arrival(by_memory):
         name = "cache_memory" if by_memory else "max_sessions"
         text = rf"^1 of 2 places for sequences \(`{name}`\) and 2 of 2 places in the queue \(`queue`\) are taken"
         for refused in (
-            admission.check,
             lambda: admission.open(Caches),  # a place is free, but other requests come first
             lambda: admission.wait(Caches),
             lambda: asyncio.run(admission.await_room(Caches)),
@@ -84,15 +84,12 @@ def test_both_limits_admit_in_order_of_arrival(by_memory):
     run(test)
 
 
-def test_checked_request_waits_even_if_the_queue_has_filled_up():
+def test_later_places_of_a_request_may_exceed_the_queue():
     async def test():
-        admission = Admission(STATE_BYTES, STATE_BYTES, max_waiting=1)
-        tasks = [begin(admission)]
+        admission, entries = Admission(STATE_BYTES, STATE_BYTES, max_waiting=1), []
+        tasks = [begin(admission, has_entered=n > 1, on_entry=partial(entries.append, n)) for n in range(3)]
         await settle()
-        admission.check()
-        tasks += [begin(admission, is_checked=True) for _ in range(2)]
-        await settle()
-        assert counts(admission) == (1, 2)
+        assert (counts(admission), entries) == ((1, 2), [0, 1, 2])
         for task, done in tasks:
             done.set()
             await task

@@ -161,6 +161,19 @@ def begin(service, num_works=1):
     return asyncio.create_task(service.in_sessions(works, cache_salt=None, adapter=None)), begun, ends
 
 
+def test_simultaneous_requests_do_not_exceed_the_queue(engine):
+    async def test(service):
+        tasks, events = zip(*((task, ends[0]) for task, _, ends in (begin(service) for _ in range(5))), strict=True)
+        await settle()
+        assert [task.done() for task in tasks] == [False, False, True, True, True]
+        for event in events:
+            event.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [type(None)] * 2 + [BusyError] * 3
+
+    in_loop(engine, test, max_sessions=1, queue=1)
+
+
 def test_close_ends_waiting_requests_and_end_the_others(engine):
     async def test(service):
         several, begun, ends = begin(service, 3)
@@ -170,8 +183,6 @@ def test_close_ends_waiting_requests_and_end_the_others(engine):
         service.close()
         with pytest.raises(ClosedError):
             await waits
-        with pytest.raises(ClosedError):
-            service.check_room()
         with pytest.raises(ClosedError):
             await begin(service)[0]
         ends[0].set()  # its request has begun, so the third work begins
