@@ -54,10 +54,6 @@ class Flow:
         """Direct dependencies of every subgraph, without those that other dependencies imply. In a chain, every
         subgraph has one.
         """
-        self.num_waits = tuple((len(w) or 1) + owns for w, owns in zip(waits_for, has_state, strict=True))
-        """Number of conditions that a task of each subgraph waits for: tasks of the same chunk, or the chunk's entry if
-        there are none; and, for a subgraph with state, the turn of its chunk.
-        """
         self.ancestors = tuple(ancestors)
         """For each subgraph, the set of subgraphs that have ended when it starts; bit i stands for subgraph i."""
         everything = (1 << len(waits_for)) - 1

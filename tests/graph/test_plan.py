@@ -132,7 +132,6 @@ def test_dependencies_with_forks_and_joins():
     assert flow.ancestors == (0b0, 0b1, 0b1, 0b111, 0b11)
     assert flow.with_logits == ((0, 1, 2, 3, 4), (0,), ((1, 2), (3, 4), (3,), (), ()))
     assert flow.without_logits == ((0, 1, 2, 3), (0,), ((1, 2), (3,), (3,), (), ()))
-    assert flow.num_waits == (1, 1, 1, 3, 1)
     assert not flow.is_chain
 
 
