@@ -246,8 +246,8 @@ def test_doctor_accepts_forms_for_different_backends_and_several_of_one_package(
 
 
 def test_policy_check_refuses_a_class():
-    assert "is a class" in policy.PLUGINS.check("sequential", policy.Sequential)
-    assert policy.PLUGINS.check("sequential", policy.Sequential()) == ""
+    assert "is a class" in policy.PLUGINS.check("sequential", policy.SequentialPolicy)
+    assert policy.PLUGINS.check("sequential", policy.SequentialPolicy()) == ""
 
 
 def test_backend_of_a_plugin_can_serve_as_the_npu(cli):

@@ -28,7 +28,7 @@ from chunkrt.backends.registry import (
     NATIVE,
     NPU,
     REFERENCE,
-    Form,
+    OperatorForm,
     OperatorRegistry,
     backend_names,
     operators,
@@ -79,7 +79,7 @@ class Runner:
     name: str
     origin: str
     reason: str
-    form: Form | None = None
+    form: OperatorForm | None = None
     parts: Mapping[str, Runner] = field(default_factory=dict)
 
     @property
@@ -379,7 +379,7 @@ class Dispatcher:
             hint = f"limit the switch to other modules, or name another form for such nodes: `ops='{others}'`"
         raise _refused_by_all(use.operator, node, choice, refusals, hint)
 
-    def _required(self, operator: str, node: OperatorNode, backend: str, choice: _Choice) -> Form | None:
+    def _required(self, operator: str, node: OperatorNode, backend: str, choice: _Choice) -> OperatorForm | None:
         """Return the form that is required for a node. Raises ConfigError if a switch rules it out, if it refuses the
         node, or if several packages require theirs.
         """
@@ -417,7 +417,9 @@ class Dispatcher:
         origin = own.origin if own else f"the backend {backend!r}"
         return Runner(operator=use.operator, name=backend, origin=origin, reason="; ".join([reason, *refusals]))
 
-    def _call(self, form: Form, node: OperatorNode, backend: str, reason: str, refusals: Sequence[str] = ()) -> Runner:
+    def _call(
+        self, form: OperatorForm, node: OperatorNode, backend: str, reason: str, refusals: Sequence[str] = ()
+    ) -> Runner:
         """Return a runner of a function or class, with the parts that it calls."""
         return Runner(
             operator=form.operator,
@@ -428,7 +430,9 @@ class Dispatcher:
             parts={part: self._part_runner(part, node, backend, form.operator) for part in form.parts},
         )
 
-    def _refer(self, reference: Form, node: OperatorNode, backend: str, reason: str, refusals: Sequence[str]) -> Runner:
+    def _refer(
+        self, reference: OperatorForm, node: OperatorNode, backend: str, reason: str, refusals: Sequence[str]
+    ) -> Runner:
         """Return a runner of the reference, which the backend `reference` compiles itself if no part is a plug-in's."""
         runner = self._call(reference, node, backend, reason, refusals)
         parts = (runner.parts[part] for part in self.part_names(node.operator) if part in runner.parts)
@@ -501,7 +505,7 @@ class Dispatcher:
         reason = self._registry.missing(use, name)
         return f"{backend} has no form: {reason}" if reason else ""
 
-    def _why_not_called(self, reference: Form | None, use: Use, node: OperatorNode) -> str:
+    def _why_not_called(self, reference: OperatorForm | None, use: Use, node: OperatorNode) -> str:
         return f"the reference has no {use.operator!r}" if reference is None else reference.refusal(node)
 
     def _warn(self, operator: str, reason: str) -> None:
@@ -510,7 +514,7 @@ class Dispatcher:
             log.warning("the reference, which is slow, runs the operator %s: %s", operator, reason)
 
 
-def _plugin_refusal(form: Form, node: OperatorNode, backend: str) -> str:
+def _plugin_refusal(form: OperatorForm, node: OperatorNode, backend: str) -> str:
     """Return the reason why a form does not run a node in a subgraph of a backend; empty if it does."""
     if not form.runs_for(backend):
         return f"{form.name} ({form.provider}) is for {' and '.join(form.backends)}, not {backend}"

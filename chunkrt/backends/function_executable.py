@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from chunkrt.backends.base import Array
-from chunkrt.backends.registry import REFERENCE, Form, operators, qualified
+from chunkrt.backends.registry import REFERENCE, OperatorForm, operators, qualified
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt.engine_directory.weights import StoredWeight, stored_weights
 from chunkrt.errors import BackendError, ChunkrtError, CompileError
@@ -66,7 +66,7 @@ class NodeObject:
 
     def __init__(
         self,
-        form: Form,
+        form: OperatorForm,
         node: OperatorNode,
         parts: Mapping[str, Callable[..., Any]],
         weights: Callable[[], Sequence[Any]],
@@ -85,7 +85,7 @@ class NodeObject:
 
 
 @contextmanager
-def _reported(form: Form, what: str) -> Iterator[None]:
+def _reported(form: OperatorForm, what: str) -> Iterator[None]:
     """Raise CompileError with the form and its package if a plug-in's class fails."""
     try:
         yield

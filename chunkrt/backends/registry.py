@@ -37,7 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class OperatorForm:
     """An implementation of an operator.
 
     Attributes:
@@ -128,7 +128,7 @@ class OperatorRegistry:
     """Forms of operators by name, those of one operator in the order of their registration."""
 
     def __init__(self) -> None:
-        self._forms: dict[str, dict[str, Form]] = {}
+        self._forms: dict[str, dict[str, OperatorForm]] = {}
         self._distribution = ""
 
     def register(
@@ -159,7 +159,7 @@ class OperatorRegistry:
         """
 
         def add(function: Function) -> Function:
-            form = Form(
+            form = OperatorForm(
                 operator=operator,
                 name=name,
                 function=function,
@@ -176,7 +176,7 @@ class OperatorRegistry:
 
         return add
 
-    def _check(self, new: Form) -> None:
+    def _check(self, new: OperatorForm) -> None:
         start = f"{new.origin} registers the form {new.name!r} of {new.operator!r}"
         if (old := self.find(new.operator, new.name)) is not None:
             hint = "choose another name"
@@ -235,21 +235,21 @@ class OperatorRegistry:
                 other._forms[operator] = kept
         return other
 
-    def find(self, operator: str, name: str) -> Form | None:
+    def find(self, operator: str, name: str) -> OperatorForm | None:
         """Return the form of an operator with a name."""
         return self._forms.get(operator, {}).get(name)
 
-    def find_own(self, operator: str, name: str) -> Form | None:
+    def find_own(self, operator: str, name: str) -> OperatorForm | None:
         """Return chunkrt's form of an operator with a name."""
         form = self.find(operator, name)
         return None if form is None or form.is_plugin else form
 
-    def plugin_forms(self, operator: str) -> list[Form]:
+    def plugin_forms(self, operator: str) -> list[OperatorForm]:
         """Return plug-ins' forms of an operator that precede those of backends, in the order of their preference."""
         forms = self._forms.get(operator, {}).values()
         return [form for form in forms if form.is_plugin and form.name != REFERENCE]
 
-    def pick_plugin(self, operator: str, node: OperatorNode, backend: str) -> tuple[Form | None, list[str]]:
+    def pick_plugin(self, operator: str, node: OperatorNode, backend: str) -> tuple[OperatorForm | None, list[str]]:
         """Return the plug-in's form that runs a node in a subgraph of a backend, or None, and the reasons of the forms
         that refuse the node before.
 
@@ -257,7 +257,7 @@ class OperatorRegistry:
             ConfigError: forms of several packages accept the node.
             PartitionError: the `refuses` of a form fails.
         """
-        found: dict[str, Form] = {}
+        found: dict[str, OperatorForm] = {}
         reasons: list[str] = []
         for form in self.plugin_forms(operator):
             if form.provider in found or (form.backends and backend not in form.backends):
@@ -332,7 +332,7 @@ class OperatorRegistry:
         known = ", ".join(sorted(form.operator for form in self._all() if form.name == name and not form.is_plugin))
         return f"{name} has no operator {qualified(use.node.domain, use.node.op)}; it has: {known}"
 
-    def _all(self) -> Iterator[Form]:
+    def _all(self) -> Iterator[OperatorForm]:
         return (form for forms in self._forms.values() for form in forms.values())
 
 
@@ -341,7 +341,7 @@ def backend_names() -> tuple[str, ...]:
     return (*OWN_BACKENDS, *BACKENDS_OF_PLUGINS.names)
 
 
-def refused(form: Form, reason: str) -> str:
+def refused(form: OperatorForm, reason: str) -> str:
     """Return the text of a refusal, with the form and its package."""
     return f"{form.name} ({form.provider}) refuses it: {reason}"
 

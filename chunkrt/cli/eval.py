@@ -19,7 +19,7 @@ from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.evaluation import hellaswag, lambada
-from chunkrt.evaluation.baseline import Base, base_options, check_base
+from chunkrt.evaluation.baseline import Baseline, base_options, check_base
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, draw_layers, evaluate_layers
 from chunkrt.evaluation.report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
 from chunkrt.evaluation.text import (
@@ -272,7 +272,7 @@ class _TextOptions:
         if self.base is None:
             figures = evaluate_text(engine, chosen, None, partial(progress, "windows"))
         else:
-            base = Base(self.base_model, self.base, chosen, cache_limit=self.cache_limit, progress=progress)
+            base = Baseline(self.base_model, self.base, chosen, cache_limit=self.cache_limit, progress=progress)
             with base:
                 figures = evaluate_text(engine, chosen, base, partial(progress, "windows"))
             base_run = BaseRun.of(base)

@@ -42,7 +42,7 @@ from functools import partial
 
 from chunkrt.backends.dispatch import registered_operators
 from chunkrt.backends.function_executable import NodeObject, function_name
-from chunkrt.backends.registry import REFERENCE, Form, qualified
+from chunkrt.backends.registry import REFERENCE, OperatorForm, qualified
 from chunkrt.errors import BackendError, ChunkrtError, PartitionError
 from chunkrt.graph.uses import OperatorNode, Use, use_of, weight_places
 
@@ -380,7 +380,7 @@ def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
     return _call_plugin(plugin, use, declared, inputs)
 
 
-def _call_plugin(plugin: Form, use: Use, declared: OperatorNode, inputs: Sequence[Any]) -> Any:
+def _call_plugin(plugin: OperatorForm, use: Use, declared: OperatorNode, inputs: Sequence[Any]) -> Any:
     """Call a plug-in's form with chunkrt's own parts, and convert its float outputs to float32, as in a run."""
     own_parts = {part: registered_operators().find_own(part, REFERENCE) for part in plugin.parts}
     parts = {part: own.function for part, own in own_parts.items() if own is not None}

@@ -31,7 +31,7 @@ Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Base:
+class _BaseProperties:
     """Properties of the checkpoint on which the reading of an adapter depends."""
 
     path: Path
@@ -85,7 +85,7 @@ class EngineAdapters:
         if not is_number(scale) or not math.isfinite(scale):
             raise ConfigError(f"scale is {scale!r}, expected a finite number")
         metadata = {"general.architecture": self._targets.architecture} if self._targets.architecture else {}
-        adapter = read_adapter(path, _Base(path=self._folder, config=self._targets.config, metadata=metadata))
+        adapter = read_adapter(path, _BaseProperties(path=self._folder, config=self._targets.config, metadata=metadata))
         content = "".join(map(file_digest, adapter_files(path))) + ("" if scale == 1 else f" scale {float(scale)!r}")
         digest = hashlib.sha256(content.encode()).hexdigest()
         factors = {

@@ -98,7 +98,7 @@ class Generation:
         self._model, self._scheduler, self._sequence = model, model.scheduler, sequence
         self._sampler = sampler
         tokenizer = model.tokenizer  # without one the text is empty
-        self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
+        self._text = _TextStream(tokenizer, stops, follows_text=sequence.follows_text)
         self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
         missing = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         ends, ignored = self._text.end_ids, self._text.end_ids - self._text.stop_ids if ignore_eos else ()
@@ -281,7 +281,7 @@ def _mask(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
     return allowed
 
 
-class _Text:
+class _TextStream:
     """Converter of the tokens of one generation to text, up to a stop string. Without a tokenizer the text is empty."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:

@@ -21,7 +21,7 @@ MOST_AT_ONCE = 16
 """Default maximum number of sessions in progress."""
 
 
-_parts: weakref.WeakSet[_Part] = weakref.WeakSet()
+_parts: weakref.WeakSet[_WorkThread] = weakref.WeakSet()
 
 
 @atexit.register
@@ -37,7 +37,7 @@ def _end_all() -> None:
         part.join(max(0.0, until - time.monotonic()))
 
 
-class _Part(Thread):
+class _WorkThread(Thread):
     """Thread that puts the results of a part into a channel, and at its end the error, or None."""
 
     def __init__(
@@ -103,7 +103,7 @@ def in_sessions(
                 for result in work(session, index):
                     yield index, result
         return
-    num_begun, active = 0, dict[int, _Part]()
+    num_begun, active = 0, dict[int, _WorkThread]()
     channel: Outbox[tuple[int, Result | None, BaseException | None]] = Outbox()
     shared, caller = ExitStack(), get_ident()
     try:
@@ -113,7 +113,7 @@ def in_sessions(
                 session = open_session(num_begun, not active)
                 if session is None:
                     break
-                active[num_begun] = _Part(num_begun, session, work(session, num_begun), channel)
+                active[num_begun] = _WorkThread(num_begun, session, work(session, num_begun), channel)
                 active[num_begun].start()
                 num_begun += 1
             if not active:

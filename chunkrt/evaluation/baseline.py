@@ -62,7 +62,7 @@ def base_options(
     )
 
 
-class Base:
+class Baseline:
     """A base for some windows. Close it after use.
 
     Args:
@@ -133,7 +133,7 @@ class Base:
         if self._engine is not None:
             self._engine.close()
 
-    def __enter__(self) -> Base:
+    def __enter__(self) -> Baseline:
         return self
 
     def __exit__(self, *_: object) -> None:

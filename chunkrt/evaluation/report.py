@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.executors import origin_with
-from chunkrt.evaluation.baseline import Base
+from chunkrt.evaluation.baseline import Baseline
 from chunkrt.evaluation.hellaswag import HellaSwagFigures
 from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
@@ -73,7 +73,7 @@ class BaseRun:
     not_kept: int
 
     @staticmethod
-    def of(base: Base) -> BaseRun:
+    def of(base: Baseline) -> BaseRun:
         """Describe a base after its windows were used."""
         return BaseRun(
             model=base.model,

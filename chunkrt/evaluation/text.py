@@ -17,7 +17,7 @@ import numpy as np
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import Float64, piece_lengths, score_tokens
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.baseline import Base, divergences, logit_pieces
+from chunkrt.evaluation.baseline import Baseline, divergences, logit_pieces
 
 DEFAULT_WINDOW_LENGTH = 512
 DEFAULT_NUM_WINDOWS = 16
@@ -94,7 +94,7 @@ def spread(windows: Sequence[list[int]], number: int | None) -> list[list[int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TextComparison:
     """Comparison of a model with its base, over the scored tokens.
 
     Attributes:
@@ -122,13 +122,13 @@ class TextFigures:
     perplexity: float
     num_tokens: int
     tokens_per_second: float
-    comparison: Comparison | None
+    comparison: TextComparison | None
 
 
 def evaluate_text(
     engine: Engine,
     windows: Sequence[Sequence[int]],
-    base: Base | None,
+    base: Baseline | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TextFigures:
     """Run every window in a separate session, and compare the logits with those of the base.
@@ -187,7 +187,7 @@ class _TokenSums:
         if has_base:
             base_perplexity = float(np.exp(np.concatenate(self.base_surprisals).mean()))
             kl = np.concatenate(self.divergences)
-            comparison = Comparison(
+            comparison = TextComparison(
                 perplexity=base_perplexity,
                 ratio=perplexity / base_perplexity,
                 mean_kl=float(kl.mean()),
@@ -203,7 +203,7 @@ class _TokenSums:
         )
 
 
-def _evaluate_window(engine: Engine, window: Sequence[int], base: Base | None, found: _TokenSums) -> None:
+def _evaluate_window(engine: Engine, window: Sequence[int], base: Baseline | None, found: _TokenSums) -> None:
     lengths = piece_lengths(len(window) - 1, engine.plan.vocab_size, engine.chunk_length)
     following, start = np.array(window[1:], np.int64), 0
     base_pieces = base.pieces(window, lengths) if base else repeat(None)

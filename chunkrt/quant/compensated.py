@@ -36,7 +36,7 @@ def round_in_blocks(weight: Float32, products: Float64) -> Integers:
         weight: float32 [K, N], finite.
         products: X^T X of the linear's inputs X [T, K], float64 [K, K].
     """
-    rows = _Rows(weight, products)
+    rows = _WeightRows(weight, products)
     widest = np.argmax([reach_of(weight[block], axis=0) for block in rows.blocks(BLOCK_LENGTH)], axis=0)
     scale = _column_scales(rows, widest)
     values = np.empty(weight.shape, np.int8)
@@ -54,7 +54,7 @@ def round_to_blocks(weight: Float32, products: Float64) -> BlockTensor:
 
     The arguments are those of `round_in_blocks`; K is a multiple of BLOCK_DEPTH, and float16 can hold the weights.
     """
-    rows = _Rows(weight, products)
+    rows = _WeightRows(weight, products)
     integers = np.empty(weight.shape[::-1], np.uint8)
     scales, minima = (np.empty((weight.shape[1], len(weight) // BLOCK_DEPTH), np.float16) for _ in range(2))
     for index, block in enumerate(rows.blocks(BLOCK_DEPTH)):
@@ -64,7 +64,7 @@ def round_to_blocks(weight: Float32, products: Float64) -> BlockTensor:
     return BlockTensor(integers=integers, scales=scales, minima=minima)
 
 
-class _Rows:
+class _WeightRows:
     """The rows of a weight [K, N], which are rounded in ascending order.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Rows:
         return integers
 
 
-def _column_scales(rows: _Rows, widest: NDArray[np.int64]) -> Float64:
+def _column_scales(rows: _WeightRows, widest: NDArray[np.int64]) -> Float64:
     """Return the scale of each column with the least error of nearest rounding, float64 [N].
 
     Args:

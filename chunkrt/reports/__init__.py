@@ -9,7 +9,7 @@ from pathlib import Path
 from chunkrt.engine.arguments import require_path
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import check_writable, written_aside
-from chunkrt.reports.formats import Source
+from chunkrt.reports.formats import ReportSource
 from chunkrt.reports.page import page_of
 from chunkrt.reports.sources import Given, source_of
 
@@ -39,7 +39,7 @@ def report(
         raise ConfigError(f"sources is {sources!r:.80}, expected a list; put it in brackets")
     if isinstance(sources, Mapping) and (wrong := [name for name in sources if not isinstance(name, str)]):
         raise ConfigError(f"sources has the name {wrong[0]!r:.80}, expected text")
-    found: list[Source] = []
+    found: list[ReportSource] = []
     if isinstance(sources, Mapping):
         found += [source_of(source, name) for name, source in sources.items()]
     else:

@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ReportSource:
     """The content of one source.
 
     Attributes:
@@ -44,7 +44,7 @@ class Source:
     records: Sequence[RunRecord] = field(default=(), repr=False)
 
 
-def reader_of(data: Any) -> Callable[[Any, str], Source] | None:
+def reader_of(data: Any) -> Callable[[Any, str], ReportSource] | None:
     """Return the function that reads a kind of output, recognised by its keys."""
     first = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else None
     if isinstance(data, dict):
@@ -121,16 +121,16 @@ def _setup(row: _Setup) -> list[Value]:
     return [short_name(row.model), row.backend, row.scheme, row.policy, row.chunk, row.threads]
 
 
-def source_with(name: str, kind: str, model: Iterable[str], origins: Iterable[Origin], **content: Any) -> Source:
+def source_with(name: str, kind: str, model: Iterable[str], origins: Iterable[Origin], **content: Any) -> ReportSource:
     """Return a source with an entry for each of `origins`."""
     found = list(origins)
     models = ", ".join(dict.fromkeys(map(short_name, model)))
-    return Source(
+    return ReportSource(
         name=name, kind=kind, model=models, num_entries=len(found), origins=list(dict.fromkeys(found)), **content
     )
 
 
-def _bench(data: Any, name: str) -> Source:
+def _bench(data: Any, name: str) -> ReportSource:
     rows = _convert(data if isinstance(data, list) else [data], list[_BenchRow])
     columns = [
         *_OF_SETUP,
@@ -189,7 +189,7 @@ class _ParallelRow(_Setup, kw_only=True):
     speed: Figure
 
 
-def _parallel(data: Any, name: str) -> Source:
+def _parallel(data: Any, name: str) -> ReportSource:
     rows = _convert(data if isinstance(data, list) else [data], list[_ParallelRow])
     columns = [
         *_OF_SETUP,
@@ -267,7 +267,7 @@ def _graphs(graphs: str) -> list[str]:
     return [f"graphs of {graphs}"] if graphs else []
 
 
-def experiment(data: Any, name: str) -> Source:
+def experiment(data: Any, name: str) -> ReportSource:
     """Return the rows of an experiment, as dictionaries, in common terms."""
     rows = _convert(data if isinstance(data, list) else [data], list[_GridRow])
     results = [
@@ -285,7 +285,7 @@ class _Simulated(_Predicted, kw_only=True):
     processors: dict[str, _Shares]
 
 
-def simulations(data: Any, name: str) -> Source:
+def simulations(data: Any, name: str) -> ReportSource:
     """Return simulated prompts, as dictionaries, in common terms."""
     rows = _convert(data if isinstance(data, list) else [data], list[_Simulated])
     causes = list(dict.fromkeys(cause for row in rows for shares in row.processors.values() for cause in shares.idle))
@@ -347,7 +347,7 @@ class _ServingRow(msgspec.Struct, kw_only=True):
     origin: Literal["predicted"] = "predicted"
 
 
-def _serving(data: Any, name: str) -> Source:
+def _serving(data: Any, name: str) -> ReportSource:
     rows = _convert(data if isinstance(data, list) else [data], list[_ServingRow])
     columns = [
         *_texts("model", "device", "scheme", "policy", "batcher", "decode on", "arrivals"),
@@ -375,7 +375,7 @@ def _serving(data: Any, name: str) -> Source:
     return source_with(name, "simulate --arrivals", (r.model for r in rows), (r.origin for r in rows), tables=[table])
 
 
-class _Choice(msgspec.Struct, kw_only=True):
+class _TunedChoice(msgspec.Struct, kw_only=True):
     partition: str
     attention: str
     chunk_length: Count
@@ -393,13 +393,13 @@ class _Tuned(msgspec.Struct, kw_only=True):
     device: str
     scheme: str
     prompt_lengths: list[Count]
-    best: _Choice
-    default: _Choice
-    choices: list[_Choice]
+    best: _TunedChoice
+    default: _TunedChoice
+    choices: list[_TunedChoice]
     origin: Literal["predicted"] = "predicted"
 
 
-def _tuned(data: Any, name: str) -> Source:
+def _tuned(data: Any, name: str) -> ReportSource:
     tuned = _convert(data, _Tuned)
     choices = list(tuned.choices)
     choices += [choice for choice in (tuned.best, tuned.default) if choice not in choices]
@@ -514,7 +514,7 @@ QUALITY = [
 """Columns of the table of all evaluations, which has a row for each source."""
 
 
-def _evaluation(data: Any, name: str) -> Source:
+def _evaluation(data: Any, name: str) -> ReportSource:
     found = _convert(data, _Evaluation)
     run, text = found.run, found.text
     base = text.figures.comparison if text else None

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from chunkrt import __version__
 from chunkrt.reports.charts import fronts, rates
-from chunkrt.reports.formats import QUALITY, Source
+from chunkrt.reports.formats import QUALITY, ReportSource
 from chunkrt.reports.results import results_table, short_name
 from chunkrt.reports.tables import MARKS, MEANINGS, Column, Row, Table
 from chunkrt.reports.timelines import (
@@ -33,7 +33,7 @@ from chunkrt.runtime.trace.timeline.picture import COLOURS, IDLE, LABELS, ink
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _Section:
     """The section of one source."""
 
     id: str
@@ -47,7 +47,7 @@ class _Part:
     note: str = ""
 
 
-def page_of(sources: Sequence[Source], title: str) -> str:
+def page_of(sources: Sequence[ReportSource], title: str) -> str:
     """Return the page. Equal sources give identical pages."""
     results = [result for source in sources for result in source.results]
     evaluations = [
@@ -91,13 +91,13 @@ def page_of(sources: Sequence[Source], title: str) -> str:
     return page
 
 
-def _for_template(part: _Part) -> dict[str, Any]:
+def _for_template(part: _Section) -> dict[str, Any]:
     """Return a part's fields, with the data of its timelines as JSON that may stand in a script element."""
     timelines = [vars(timeline) | {"data": Markup(_json(timeline.data))} for timeline in part.timelines]
     return vars(part) | {"timelines": timelines}
 
 
-def _overview(sources: Sequence[Source]) -> Table:
+def _overview(sources: Sequence[ReportSource]) -> Table:
     columns = [Column(name=name, form="text") for name in ("source", "kind", "model")]
     columns += [Column(name="runs or rows", form="setting"), Column(name="origin", form="text")]
     rows = [
@@ -110,19 +110,19 @@ def _overview(sources: Sequence[Source]) -> Table:
     return Table(caption="Sources of this report", columns=columns, rows=rows)
 
 
-def _part(number: int, source: Source) -> _Part | None:
+def _part(number: int, source: ReportSource) -> _Section | None:
     """Return the section of a source; None if the common tables contain everything."""
     tables = [table for table in source.tables if table.columns is not QUALITY]
     name = f"{source.kind}: {short_name(source.name)}" if source.name != source.kind else source.name
     if not source.groups:
         if not tables:
             return None
-        return _Part(id=f"part-{number}", title=name, origin=source.origins[0], tables=tables)
+        return _Section(id=f"part-{number}", title=name, origin=source.origins[0], tables=tables)
     timelines, note = timelines_of(source.groups, source.records)
     bars = share_bars(source.groups)
     used = {kind for bar in bars for kind, _ in bar.parts}
     longest = max(source.records, key=lambda record: (record.num_tokens, record.end_ns - record.start_ns))
-    return _Part(
+    return _Section(
         id=f"part-{number}",
         title=name,
         origin=origin_of(source.records),

@@ -12,7 +12,7 @@ import msgspec
 
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.files import parse_json, read_text
-from chunkrt.reports.formats import Source, experiment, reader_of, simulations, source_with
+from chunkrt.reports.formats import ReportSource, experiment, reader_of, simulations, source_with
 from chunkrt.reports.results import Result, short_name
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import parse_trace
@@ -30,7 +30,7 @@ Given = str | os.PathLike[str] | Rows | Simulation | RunRecord | Sequence[Simula
 """A source as a caller gives it: a path, the rows of an experiment, simulations, or records of runs."""
 
 
-def source_of(given: Given, name: str | None = None) -> Source:
+def source_of(given: Given, name: str | None = None) -> ReportSource:
     """Return the content of a file or an object.
 
     Args:
@@ -60,7 +60,7 @@ def source_of(given: Given, name: str | None = None) -> Source:
     )
 
 
-def read_source(path: Path, name: str) -> Source:
+def read_source(path: Path, name: str) -> ReportSource:
     """Return the content of a file. The errors are those of `source_of`."""
     try:
         text = read_text(path)
@@ -119,7 +119,7 @@ def _experiment_rows(path: Path) -> Any:
     return [asdict(row) for row in rows]
 
 
-def _trace(title: str, records: Sequence[RunRecord], name: str, *, kind: str = "trace") -> Source:
+def _trace(title: str, records: Sequence[RunRecord], name: str, *, kind: str = "trace") -> ReportSource:
     named = title.removeprefix("chunkrt ").removeprefix("simulate ")  # as the commands write titles
     title = ", ".join(short_name(model) for model in named.split(", "))
     groups = group_runs(records)

@@ -84,7 +84,7 @@ class Batcher(Protocol):
         ...
 
 
-class Sequential:
+class SequentialBatcher:
     """Batcher that processes one sequence after the other, in order of arrival, without sharing chunks."""
 
     name = "sequential"
@@ -128,7 +128,7 @@ def most_tokens(one: Waiting, room: int, chunk_length: int) -> int:
     return room if room == chunk_length else room - room % one.step
 
 
-BATCHERS: dict[str, Batcher] = {batcher.name: batcher for batcher in (Packed(), Sequential())}
+BATCHERS: dict[str, Batcher] = {batcher.name: batcher for batcher in (Packed(), SequentialBatcher())}
 
 
 def _check_plugin(name: str, found: Any) -> str:

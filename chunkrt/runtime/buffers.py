@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -364,7 +365,7 @@ class BoundSubgraph:
             self._compute(inputs | self._state_of(segment), buffers.views(self._outputs, rows))
             row = rows.stop
 
-    def _state_of(self, segment: Segment) -> Mapping[str, Array]:
+    def _state_of(self, segment: Segment) -> dict[str, Array] | MappingProxyType[str, Array]:
         tensors, names = segment.request.state.tensors, self._state
         return tensors if len(names) == len(tensors) else {name: tensors[name] for name in names}
 

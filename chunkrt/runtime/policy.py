@@ -51,7 +51,7 @@ class Policy(Protocol):
         ...
 
 
-class Sequential:
+class SequentialPolicy:
     """Policy that runs one task at a time, chunk after chunk; this is the baseline without overlap."""
 
     name = "sequential"
@@ -146,7 +146,7 @@ class _LookAhead:
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        Sequential(),
+        SequentialPolicy(),
         _InOrder(),
         _OutOfOrder(),
         _CriticalPath(),

@@ -111,7 +111,7 @@ class State:
         self._spare = spare or SpareTensors()
         self._lease = np.empty(0, np.uint8)
         self._tensors = self._spare.take(self._lease, plan, capacity, dtype, self.chunk_length)
-        self.tensors: Mapping[str, Array] = self._tensors.by_name
+        self.tensors = self._tensors.by_name
         """Tensors by name."""
         self.position_bytes = self._tensors.position_bytes
         """Bytes of the caches for each position."""

@@ -104,7 +104,7 @@ class StateTensors:
         self.caches, self.rings = _by_name(self.cache_stacks), _by_name(self.ring_stacks)
         self.recurrent = {name: aligned_zeros(shape, np.float32) for name, shape in shapes[""].items()}
         by_name = self.caches | self.rings | self.recurrent
-        self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
+        self.by_name = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
         self.position_bytes: int = sum(array.nbytes // array.shape[1] for array in self.caches.values())
         """Bytes of the caches for each position."""
         self._values = values

@@ -32,14 +32,14 @@ from chunkrt.server.answers import end
 from chunkrt.server.chat import Chat
 from chunkrt.server.completions import Completion
 from chunkrt.server.errors import RequestError, as_request_error, error_body, error_response
-from chunkrt.server.form import Form
+from chunkrt.server.form import AnswerForm
 from chunkrt.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
-    Request,
+    RequestBody,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -178,7 +178,7 @@ async def _disconnected(http: HttpRequest) -> None:
 
 
 async def _respond(
-    service: Service, http: HttpRequest, making: Coroutine[Any, Any, Form], *, stream: bool | None
+    service: Service, http: HttpRequest, making: Coroutine[Any, Any, AnswerForm], *, stream: bool | None
 ) -> Response:
     answer = await _while_connected(http, making)
     if not stream:
@@ -319,7 +319,7 @@ async def _unload_adapter(service: Service, http: HttpRequest) -> Response:
     return JSONResponse({"id": request.lora_name, "object": "model", "deleted": True})
 
 
-def _salt(service: Service, http: HttpRequest, request: Request) -> str | None:
+def _salt(service: Service, http: HttpRequest, request: RequestBody) -> str | None:
     return service.cache_salt(http.state.client, request)
 
 

@@ -9,13 +9,13 @@ from chunkrt.engine.scoring import TokenLogProbabilities
 from chunkrt.server.answers import Wanted
 from chunkrt.server.constraints import constraint_maker
 from chunkrt.server.errors import RequestError
-from chunkrt.server.form import Form, Json, LogProbabilities
+from chunkrt.server.form import AnswerForm, Json, LogProbabilities
 from chunkrt.server.requests import ChatRequest
 from chunkrt.server.service import Service
 from chunkrt.server.tool_calls import Call, CallReader, tool_names
 
 
-class Chat(Form):
+class Chat(AnswerForm):
     """A chat request, and the text of its choices so far."""
 
     id_prefix = "chatcmpl"
@@ -54,7 +54,7 @@ class Chat(Form):
 
     def _log_probabilities(self) -> LogProbabilities:
         tokenizer = self._service.tokenizer
-        return _LogProbabilities(self._service, tokenizer.eos_ids | tokenizer.special_ids(self._wanted.stop))
+        return _LogProbabilityObjects(self._service, tokenizer.eos_ids | tokenizer.special_ids(self._wanted.stop))
 
     def _choice(self, index: int, text: str) -> Json:
         content, calls = self._divide(index, text)
@@ -104,7 +104,7 @@ def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping
     return tool_names(tools)
 
 
-class _LogProbabilities:
+class _LogProbabilityObjects:
     """Log-probabilities as a list with an object per token. Parts of characters may have the same text but different
     bytes.
 

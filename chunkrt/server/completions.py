@@ -6,13 +6,13 @@ from chunkrt.engine.scoring import TokenLogProbabilities
 from chunkrt.server.answers import Event, Prefilled, Wanted
 from chunkrt.server.constraints import constraint_maker
 from chunkrt.server.errors import RequestError
-from chunkrt.server.form import Form, Json, LogProbabilities
+from chunkrt.server.form import AnswerForm, Json, LogProbabilities
 from chunkrt.server.requests import CompletionRequest
 from chunkrt.server.service import Service
 from chunkrt.tokenizer import IncrementalDecoder
 
 
-class Completion(Form):
+class Completion(AnswerForm):
     """A completion request, and the text of its choices so far."""
 
     id_prefix = "cmpl"
@@ -51,7 +51,7 @@ class Completion(Form):
         return Completion(service, request, prompts, wanted)
 
     def _log_probabilities(self) -> LogProbabilities:
-        return _LogProbabilities(self._service, follows_text=not self._wanted.echo)
+        return _LogProbabilityLists(self._service, follows_text=not self._wanted.echo)
 
     def _note(self, event: Event) -> None:
         super()._note(event)
@@ -77,7 +77,7 @@ class Completion(Form):
         return self._choice(index, text)
 
 
-class _LogProbabilities:
+class _LogProbabilityLists:
     """Log-probabilities as parallel lists: the tokens of a choice, and their log-probabilities."""
 
     def __init__(self, service: Service, *, follows_text: bool) -> None:

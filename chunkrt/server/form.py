@@ -30,7 +30,7 @@ class LogProbabilities(Protocol):
         ...
 
 
-class Form(ABC):
+class AnswerForm(ABC):
     """A request, and the text of its choices so far."""
 
     id_prefix: ClassVar[str]

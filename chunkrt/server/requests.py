@@ -36,7 +36,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """Default of `max_tokens` for completions, as in OpenAI's API."""
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class RequestBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of every request. `model` is the name of the served model or of an adapter, or omitted; `adapter` is the
     name of an adapter.
     """
@@ -84,7 +84,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class Generating(Request, kw_only=True):
+class Generating(RequestBody, kw_only=True):
     """Settings of generation."""
 
     stream: bool | None = None
@@ -249,14 +249,14 @@ class CompletionRequest(Generating, kw_only=True):
         return _several("prompt", self.prompt)
 
 
-class ScoreRequest(Request, kw_only=True):
+class ScoreRequest(RequestBody, kw_only=True):
     """POST /v1/score: `text_1` before `text_2`, each one or several; the same number of both, or a single `text_1`."""
 
     text_1: str | Texts
     text_2: str | Texts
 
 
-class RerankRequest(Request, kw_only=True):
+class RerankRequest(RequestBody, kw_only=True):
     """POST /v1/rerank."""
 
     query: str
@@ -265,7 +265,7 @@ class RerankRequest(Request, kw_only=True):
     return_documents: bool = False
 
 
-class EmbeddingRequest(Request, kw_only=True):
+class EmbeddingRequest(RequestBody, kw_only=True):
     """POST /v1/embeddings."""
 
     input: str | list[Any]
@@ -294,7 +294,7 @@ class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
     lora_name: str
 
 
-class TokenizeRequest(Request, kw_only=True):
+class TokenizeRequest(RequestBody, kw_only=True):
     """POST /tokenize: a text, or the messages of a chat."""
 
     prompt: str | None = None
@@ -304,7 +304,7 @@ class TokenizeRequest(Request, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(Request, kw_only=True):
+class DetokenizeRequest(RequestBody, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]

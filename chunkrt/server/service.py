@@ -19,7 +19,7 @@ from chunkrt.engine.session import Session
 from chunkrt.errors import ClosedError, ConfigError, ModelError
 from chunkrt.server.errors import RequestError
 from chunkrt.server.metrics import Metrics
-from chunkrt.server.requests import Generating, Request
+from chunkrt.server.requests import Generating, RequestBody
 from chunkrt.server.tool_calls import with_arguments_read
 from chunkrt.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ class Service:
             )
         return folder
 
-    def check_model(self, request: Request) -> str | None:
+    def check_model(self, request: RequestBody) -> str | None:
         """Return the name of a request's adapter: its field `adapter`, or its field `model` after the name of the model
         and a colon or alone; None for the model alone.
 
@@ -132,7 +132,7 @@ class Service:
             raise RequestError(f"model and adapter name different adapters: {named!r}, {request.adapter!r}")
         return request.adapter or named
 
-    def cache_salt(self, client: Client, request: Request) -> str | None:
+    def cache_salt(self, client: Client, request: RequestBody) -> str | None:
         """Return the salt of a request's prefixes; None for prefixes that all clients of a server without keys share.
 
         Raises RequestError if the request gives an empty salt.

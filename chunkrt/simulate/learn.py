@@ -105,7 +105,7 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
     return costs
 
 
-class _Step(NamedTuple):
+class _DecodeChunk(NamedTuple):
     """A chunk of decoding sequences: its work, and its events in the order of time."""
 
     work: ChunkWork
@@ -148,15 +148,15 @@ def learn_decode(plan: Plan, runs: Sequence[Sequence[RunRecord]]) -> tuple[dict[
     return costs, step_us, token_us
 
 
-def _steps(records: Sequence[RunRecord]) -> list[_Step]:
+def _steps(records: Sequence[RunRecord]) -> list[_DecodeChunk]:
     """Return the chunks of decoding sequences in the order of time, without those that only some sequences share."""
-    found: dict[int, _Step] = {}
+    found: dict[int, _DecodeChunk] = {}
     for record in sorted(records, key=lambda record: record.start_ns):
         if record.is_decode:
             key, segments = len(found), [(record.position, 1)]
             if record.chunks:
                 key, segments = record.chunks[0].number, [segment[1:] for segment in record.chunks[0].segments]
-            found[key] = _Step(ChunkWork.shared(segments, len(segments)), record.events)
+            found[key] = _DecodeChunk(ChunkWork.shared(segments, len(segments)), record.events)
     most = max((len(step.work.segments) for step in found.values()), default=0)
     return [step for step in found.values() if step.work.num_tokens == len(step.work.segments) == most]
 

@@ -52,7 +52,7 @@ Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _NodeGroup:
     """Consecutive nodes that move together.
 
     Attributes:
@@ -196,7 +196,7 @@ class Cuts:
                 found[path] = "cpu"
         return found
 
-    def _device_of(self, step: _Step, labels: Labels) -> Place:
+    def _device_of(self, step: _NodeGroup, labels: Labels) -> Place:
         return labels[step.module] if len(step.devices) > 1 else step.device
 
     def _inheriting(self) -> dict[str, list[str]]:
@@ -209,7 +209,7 @@ class Cuts:
                 found[path] = above
         return found
 
-    def _steps(self, plan: Plan, scheme: Scheme) -> list[_Step]:
+    def _steps(self, plan: Plan, scheme: Scheme) -> list[_NodeGroup]:
         nodes = [(node, subgraph) for subgraph in plan.subgraphs for node in subgraph.nodes]
         by_module: dict[str, list[tuple[Node, Subgraph]]] = defaultdict(list)
         for node, subgraph in nodes:
@@ -247,7 +247,7 @@ class Cuts:
             )
 
         return [
-            _Step(
+            _NodeGroup(
                 module=module,
                 nodes=tuple(node for node, _ in group),
                 device=cast(Place, device),
@@ -472,7 +472,7 @@ class Split:
         return max(self.npu_ns + self.apart_ns, self.cpu_ns)
 
 
-class Costs:
+class PartitionCosts:
     """Costs of a decoder's partitions for one prompt.
 
     Args:

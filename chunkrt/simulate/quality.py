@@ -76,37 +76,37 @@ class Quality:
         return found
 
 
-class _Run(msgspec.Struct, kw_only=True):
+class _EvalRun(msgspec.Struct, kw_only=True):
     quantisation: Scheme | None = None
     checkpoint: str = ""
 
 
-class _Base(msgspec.Struct, kw_only=True):
+class _EvalBase(msgspec.Struct, kw_only=True):
     model: str
     scheme: str
 
 
-class _Comparison(msgspec.Struct, kw_only=True):
+class _EvalComparison(msgspec.Struct, kw_only=True):
     mean_kl: float
 
 
 class _Figures(msgspec.Struct, kw_only=True):
     num_tokens: int
-    comparison: _Comparison | None
+    comparison: _EvalComparison | None
 
 
-class _Text(msgspec.Struct, kw_only=True):
+class _EvalText(msgspec.Struct, kw_only=True):
     file: str
     part: str
     windows: int
     window_length: int
-    base: _Base | None
+    base: _EvalBase | None
     figures: _Figures
 
 
-class _Evaluation(msgspec.Struct, kw_only=True):
-    run: _Run
-    text: _Text | None
+class _EvalFile(msgspec.Struct, kw_only=True):
+    run: _EvalRun
+    text: _EvalText | None
 
 
 def read_quality(path: str | os.PathLike[str]) -> Quality:
@@ -116,7 +116,7 @@ def read_quality(path: str | os.PathLike[str]) -> Quality:
         ConfigError: the file cannot be read, is not such an output, or contains no divergence.
     """
     try:
-        found = msgspec.convert(json.loads(Path(path).read_text("utf-8-sig")), _Evaluation)
+        found = msgspec.convert(json.loads(Path(path).read_text("utf-8-sig")), _EvalFile)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
     except ValueError as error:  # also of msgspec, JSON and UTF-8

@@ -23,7 +23,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.simulate.experiments import near_plans_of
-from chunkrt.simulate.partitions import PLACES, Costs, Cuts, Labels, Split, Trellis, layer_of, pattern_of
+from chunkrt.simulate.partitions import PLACES, Cuts, Labels, PartitionCosts, Split, Trellis, layer_of, pattern_of
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.queue import Queue, percentile
 from chunkrt.simulate.simulator import graphs_of, simulate
@@ -159,7 +159,7 @@ class PartitionSearch:
             joules += costs.num_bytes * device.memory.pj_per_byte / 1e12
         return total_ns / 1e6, joules + device.idle_watts * total_ns / 1e9
 
-    def _costs(self, attention: str, lengths: Lengths, prompt_length: int) -> Iterator[tuple[bool, Costs]]:
+    def _costs(self, attention: str, lengths: Lengths, prompt_length: int) -> Iterator[tuple[bool, PartitionCosts]]:
         """Return the costs of the chunks that one plan serves, and whether it has attention on the NPU."""
         chunk_length, graphs = lengths[-1], graphs_of(lengths, lengths[-1], self.scheme)
         chunks = cut(prompt_length, chunk_length)
@@ -171,7 +171,7 @@ class PartitionSearch:
             trellis, plan = (self._trellis, None) if reach is None else (self._free_trellis, near[reach])
             yield (
                 reach is not None,
-                Costs(
+                PartitionCosts(
                     trellis,
                     self.scheme,
                     self.device,

@@ -240,7 +240,7 @@ def simulate(
     has_npu = device.has_npu if isinstance(device, MeasuredProfile) else device.uses_npu
     on_npu = sum(has_npu and subgraph.device == "npu" for of in plans for subgraph in of.subgraphs)
     graphs = graphs_of(graph_lengths, chunk_length, found_scheme) if on_npu else ()
-    runs: list[_Run] = []
+    runs: list[_SimulatedRun] = []
     for used, chunks in _parts(plan, near, cut(prompt_length, chunk_length)):
         runs.append(
             _run(
@@ -341,7 +341,7 @@ def _parts(plan: Plan, near: Mapping[int, Plan], chunks: Sequence[ChunkWork]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _SimulatedRun:
     """The record of a part of a prompt, and the work of its tasks."""
 
     record: RunRecord
@@ -364,7 +364,7 @@ def _run(
     ranks: int,
     link: LinkProfile | None,
     overlaps_conversion: bool,
-) -> _Run:
+) -> _SimulatedRun:
     """Run consecutive chunks of a prompt, from `begin_ns` on. Other arguments and errors are those of `simulate`."""
     work_of: WorkOf
     if isinstance(device, DeviceProfile):
@@ -423,7 +423,7 @@ def _run(
         end_ns=events[-1].end_ns,
         events=tuple(events),
     )
-    return _Run(record=record, work_of=work_of, chunks=chunks)
+    return _SimulatedRun(record=record, work_of=work_of, chunks=chunks)
 
 
 def _later(event: TaskEvent, ns: int) -> TaskEvent:
@@ -465,7 +465,7 @@ DEFAULT_MODEL_ERROR = 0.3
 """Error of the model for a profile that was not compared with any run: about that of the profiles that were."""
 
 
-def _ms_by_parameter(runs: Sequence[_Run], prompt_us: float) -> dict[str, float]:
+def _ms_by_parameter(runs: Sequence[_SimulatedRun], prompt_us: float) -> dict[str, float]:
     """Return the milliseconds of all tasks by parameter, the longest first."""
     found: dict[str, float] = defaultdict(float, {"prompt_us": prompt_us / 1000})
     for run in runs:
@@ -512,7 +512,7 @@ def _interval(
     )
 
 
-def _link_shares(run: _Run, link: LinkProfile, ranks: int) -> LinkShares:
+def _link_shares(run: _SimulatedRun, link: LinkProfile, ranks: int) -> LinkShares:
     time = link_time([run.record])
     assert time is not None
     return LinkShares(
@@ -573,7 +573,7 @@ def measured_costs(
     return {name: known[twin] for name, twin in first.items()}
 
 
-def _padding(runs: Sequence[_Run]) -> float | None:
+def _padding(runs: Sequence[_SimulatedRun]) -> float | None:
     """Return the share of the rows of chunks on the NPU that are padding; None if no chunk is on the NPU."""
     rows = [
         (run.record.pipeline.rows_on_npu(chunk.num_tokens), chunk.num_tokens)
@@ -608,7 +608,7 @@ def _memory(
     return weights + prompt_length * records[0].position_bytes + fixed + in_flight
 
 
-def _joules(device: DeviceProfile, runs: Sequence[_Run], ttft_ns: float) -> dict[str, float]:
+def _joules(device: DeviceProfile, runs: Sequence[_SimulatedRun], ttft_ns: float) -> dict[str, float]:
     """Return the energy by processor and state. It is empty for several ranks, because links have no power figures."""
     if any(stage.device == "link" for run in runs for stage in run.record.pipeline.stages):
         return {}

@@ -10,7 +10,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.baseline import Base, base_options, rounded
+from chunkrt.evaluation.baseline import Baseline, base_options, rounded
 from chunkrt.evaluation.logit_cache import BasePiece, LogitCache
 from chunkrt.evaluation.text import evaluate_text
 
@@ -34,7 +34,7 @@ def engine():
 def evaluate(engine, *, windows=WINDOWS, cache_limit=10**6, scheme="float"):
     """Return the comparison, and the numbers of windows read, computed and not kept."""
     options = base_options(scheme)
-    with Base(
+    with Baseline(
         str(checkpoint(NAME)), options, windows, cache_limit=cache_limit, progress=lambda what, done, total: None
     ) as base:
         found = evaluate_text(engine, windows, base).comparison

@@ -21,7 +21,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.simulate import DeviceProfile, Simulation, find_device, simulate
 from chunkrt.simulate.experiments import near_plans_of, plans_of
-from chunkrt.simulate.partitions import Costs, Cuts, Trellis
+from chunkrt.simulate.partitions import Cuts, PartitionCosts, Trellis
 from chunkrt.simulate.profile import ProcessorCost
 from chunkrt.simulate.search import Objective, PartitionSearch, percentile
 from chunkrt.simulate.work import cut
@@ -151,7 +151,7 @@ def test_costs_are_those_of_the_simulator_for_random_partitions(name: str) -> No
     device = profile("sd8gen3")
     alone = replace(device, memory=replace(device.memory, gb_per_s=1e9))  # without contention
     cuts = Cuts(plan_at(checkpoint(name)), W8A16)
-    costs = Costs(Trellis(cuts), W8A16, alone, chunk_length=32, chunks=cut(70, 32))
+    costs = PartitionCosts(Trellis(cuts), W8A16, alone, chunk_length=32, chunks=cut(70, 32))
     for _ in range(8):
         labels = {path: random.choice(("cpu", "npu")) for path in cuts.labels}
         labels = cuts.repaired(labels) if not cuts.allows(labels) else labels

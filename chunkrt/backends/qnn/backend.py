@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from chunkrt.backends.base import Executable, Support
-from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, Form, ordinary_buffer, shared_buffer
+from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, BufferForm, ordinary_buffer, shared_buffer
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
 from chunkrt.backends.qnn.executable import Context, ContextSlot, Forms, OpenContext, QnnExecutable, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
@@ -159,7 +159,7 @@ class QnnBackend:
         """
         options = self._options.as_provider_options()
 
-        def opened(session_options: Mapping[str, str], allocate: Callable[[Any, Form], Buffer]) -> Context:
+        def opened(session_options: Mapping[str, str], allocate: Callable[[Any, BufferForm], Buffer]) -> Context:
             session = self._call(lambda: open_session(self.htp, self.soc, wrapper, options=session_options))
             return Context(
                 name,

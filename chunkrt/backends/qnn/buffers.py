@@ -24,14 +24,14 @@ class Buffer(NamedTuple):
     value: Any
 
 
-class Form(NamedTuple):
+class BufferForm(NamedTuple):
     """Shape and data type, float16 or int8, of a buffer."""
 
     shape: Sequence[int]
     dtype: type[np.float16] | type[np.int8] = np.float16
 
 
-def ordinary_buffer(form: Form) -> Buffer:
+def ordinary_buffer(form: BufferForm) -> Buffer:
     """Return zeros in ordinary memory."""
     import onnxruntime as ort
 
@@ -39,7 +39,7 @@ def ordinary_buffer(form: Form) -> Buffer:
     return Buffer(array, ort.OrtValue.ortvalue_from_numpy(array))
 
 
-def shared_buffer(session: Any, device: Any, form: Form) -> Buffer:
+def shared_buffer(session: Any, device: Any, form: BufferForm) -> Buffer:
     """Return zeros in memory that a session shares with the NPU.
 
     Args:

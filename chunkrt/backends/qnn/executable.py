@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
-from chunkrt.backends.qnn.buffers import Buffer, Form, ordinary_buffer
+from chunkrt.backends.qnn.buffers import Buffer, BufferForm, ordinary_buffer
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import ATTENTION_OPS, INT8_GROUP, Node, Plan, Subgraph, resolve
@@ -24,7 +24,7 @@ FLOAT16_SUFFIX, INT8_SUFFIX = ".float16", ".int8"
 """Suffixes of a compiled subgraph's inputs and outputs."""
 
 
-class Call(Protocol):
+class NpuCall(Protocol):
     """Function that calls another one on the NPU's thread, with a time limit."""
 
     def __call__(self, function: Callable[[], Result], /) -> Result:
@@ -32,7 +32,7 @@ class Call(Protocol):
         ...
 
 
-Forms = Mapping[str, Form]
+Forms = Mapping[str, BufferForm]
 OpenContext = Callable[[Forms, Forms, int], "Context"]
 """Function that opens a context for forms of inputs and outputs by name, and a number of calls at once."""
 Graphs = Mapping[int, OpenContext]
@@ -75,10 +75,10 @@ class Context:
         session: Any,
         inputs: Forms,
         outputs: Forms,
-        call: Call,
+        call: NpuCall,
         *,
         num_places: int,
-        allocate: Callable[[Form], Buffer] = ordinary_buffer,
+        allocate: Callable[[BufferForm], Buffer] = ordinary_buffer,
     ) -> None:
         self.held = NOTHING
         self._name = name
@@ -162,7 +162,7 @@ class BoundBuffers:
         binding: Any,
         inputs: Forms,
         outputs: Forms,
-        allocate: Callable[[Form], Buffer],
+        allocate: Callable[[BufferForm], Buffer],
     ) -> None:
         self.binding, self.turn = binding, Lock()
         self.buffers: dict[str, NDArray[Any]] = {}
@@ -248,7 +248,7 @@ class QnnExecutable:
 
         def opener(rows: int) -> Callable[[], Context]:
             inputs, outputs = (
-                {name: Form(resolve(plan.tensors[name].shape, {"T": rows, "R": rows})) for name in names}
+                {name: BufferForm(resolve(plan.tensors[name].shape, {"T": rows, "R": rows})) for name in names}
                 for names in (subgraph.inputs, subgraph.outputs)
             )
             return lambda: graphs[rows](inputs, outputs, NUM_PLACES)
@@ -353,21 +353,21 @@ class WindowEdges:
         self.int8_caches = {cache for node in attention if has_int8_caches(node) for cache in node.inputs[5:7]}
         shapes = {name: plan.tensors[name].shape for name in (*self.values, *subgraph.outputs, *self.tables)}
         self.convolutions = [node.inputs[5] for node in subgraph.nodes if is_convolution(node)]
-        self.inputs = {name: Form(resolve(shapes[name], {"T": rows, "R": rows})) for name in self.values}
-        self.inputs |= {name + ROWS_SUFFIX: Form((rows, int(shapes[name][1]))) for name in self.tables}
-        self.inputs |= {name: Form((rows, static_slots(node) + rows)) for name, node in self.masks.items()}
-        self.outputs = {name: Form(resolve(shapes[name], {"T": rows, "R": rows})) for name in subgraph.outputs}
+        self.inputs = {name: BufferForm(resolve(shapes[name], {"T": rows, "R": rows})) for name in self.values}
+        self.inputs |= {name + ROWS_SUFFIX: BufferForm((rows, int(shapes[name][1]))) for name in self.tables}
+        self.inputs |= {name: BufferForm((rows, static_slots(node) + rows)) for name, node in self.masks.items()}
+        self.outputs = {name: BufferForm(resolve(shapes[name], {"T": rows, "R": rows})) for name in subgraph.outputs}
         for cache, buffer in self.caches.items():
             kv_heads, _, dim = (int(size) if size not in ("P", "W") else 0 for size in plan.tensors[cache].shape)
             is_int8 = cache in self.int8_caches
-            self.inputs[cache] = Form((kv_heads, buffer.size, dim), np.int8 if is_int8 else np.float16)
+            self.inputs[cache] = BufferForm((kv_heads, buffer.size, dim), np.int8 if is_int8 else np.float16)
             if is_int8:
-                self.inputs[cache + SCALES_SUFFIX] = Form((kv_heads, buffer.size, num_groups(dim)))
-            self.outputs[cache + NEW_SUFFIX] = Form((kv_heads, rows, dim))
+                self.inputs[cache + SCALES_SUFFIX] = BufferForm((kv_heads, buffer.size, num_groups(dim)))
+            self.outputs[cache + NEW_SUFFIX] = BufferForm((kv_heads, rows, dim))
         for state in self.convolutions:
             channels, past = resolve(plan.tensors[state].shape, {})
-            self.inputs[state] = Form((past, channels))
-            self.outputs[state + NEW_SUFFIX] = Form((rows, channels))
+            self.inputs[state] = BufferForm((past, channels))
+            self.outputs[state + NEW_SUFFIX] = BufferForm((rows, channels))
 
 
 class WindowedExecutable:

@@ -45,7 +45,7 @@ MOST_NAMES = 1 << 14
 """Number of files whose contents are remembered."""
 
 
-class _Step(NamedTuple):
+class _NodeContents(NamedTuple):
     """Contents of a node at the time when its writing was requested."""
 
     tokens: tuple[int, ...]
@@ -58,7 +58,7 @@ class _Save(NamedTuple):
 
     forms: StateForms
     root: Root
-    steps: tuple[_Step, ...]
+    steps: tuple[_NodeContents, ...]
     num_bytes: int
 
 
@@ -108,7 +108,7 @@ class DiskStore:
         whole = [node for node in nodes if len(node.tokens) == STEP]
         if not whole:
             return
-        steps = tuple(_Step(node.tokens, node.piece, dict(node.recurrent)) for node in whole)
+        steps = tuple(_NodeContents(node.tokens, node.piece, dict(node.recurrent)) for node in whole)
         save = _Save(forms, root, steps, sum(node.num_bytes for node in whole))
         with self._starting:
             if self._num_waiting_bytes and self._num_waiting_bytes + save.num_bytes > MOST_WAITING_BYTES:
@@ -194,7 +194,7 @@ class DiskStore:
                     self._num_waiting_bytes -= save.num_bytes
         queue.put(None)  # an interrupt while the thread was started may have left another one
 
-    def _write(self, forms: StateForms, root: Root, steps: Sequence[_Step]) -> None:
+    def _write(self, forms: StateForms, root: Root, steps: Sequence[_NodeContents]) -> None:
         engine = parent = self._digest(forms, root)
         for first in range(0, len(steps), BLOCK // STEP):
             several = steps[first : first + BLOCK // STEP]

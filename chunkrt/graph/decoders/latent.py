@@ -178,7 +178,7 @@ class LatentAttention(Module):
         v_dim, latent = config.count("v_head_dim"), config.count("kv_lora_rank")
         own, head_dim = _heads(config)
         order = np.arange(rope).reshape(-1, 2).T.ravel() if is_interleaved else np.arange(rope)
-        rows = _Rows(own, head_dim)
+        rows = _HeadRows(own, head_dim)
         query = rows.share(nope + rope, np.concatenate([nope + order, np.arange(nope)]))
         keys = rows.share(nope + v_dim, np.concatenate([np.full(rope, -1), np.arange(nope)]))
         values = rows.share(nope + v_dim, nope + np.arange(v_dim))
@@ -241,7 +241,7 @@ class PaddedOutput(RowParallelLinear):
             factor=config.residual_factor,
         )
         own = heads if config.ranks.sums else Share.whole(heads.size)
-        self._padded = _Rows(own, head_dim).share(width, np.arange(width))
+        self._padded = _HeadRows(own, head_dim).share(width, np.arange(width))
 
     def share(self) -> tuple[Share, Share]:
         columns, _ = super().share()
@@ -282,7 +282,7 @@ class JoinedHeads(Module):
         return ops.concat([query, ops.add(key_values, copied, name="keys_and_values")], name="output")
 
 
-class _Rows:
+class _HeadRows:
     """Selection of a tensor's rows for each of a rank's heads, padded to `head_dim` with zeros."""
 
     def __init__(self, heads: Share, head_dim: int) -> None:

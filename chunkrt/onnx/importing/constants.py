@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
 from chunkrt.onnx.importing.draft import Draft, int_attribute
-from chunkrt.onnx.importing.onnx_source import Derived, FloatTensor, StoredTensor, dequantised_tensor, transposed
+from chunkrt.onnx.importing.onnx_source import Derived, FloatTensor, OnnxWeight, dequantised_tensor, transposed
 
 MAX_COMPUTED = 2**28
 """Largest number of elements of a weight that results from arithmetic and is not read on demand."""
@@ -38,7 +38,7 @@ def scalar(draft: Draft, value: ir.Value | None) -> float | None:
     return float(found.reshape(())) if found.size == 1 else None
 
 
-def stored(draft: Draft, value: ir.Value) -> StoredTensor:
+def stored(draft: Draft, value: ir.Value) -> OnnxWeight:
     """Return a constant of floats as a tensor that is read on demand.
 
     Requires: `is_constant`. A change of type, a transposition and a dequantisation of the file's tensor are done on
@@ -84,7 +84,7 @@ def raw(value: ir.Value) -> ir.TensorProtocol | None:
     return None
 
 
-def _computed(draft: Draft, value: ir.Value) -> StoredTensor:
+def _computed(draft: Draft, value: ir.Value) -> OnnxWeight:
     values = draft.evaluator.constant(value.name or "")
     if values.size > MAX_COMPUTED:
         raise ModelError(f"{draft.where}: the constant {value.name!r} has {values.size} elements, too many to compute")

@@ -22,7 +22,7 @@ from chunkrt.graph.parallel import LinearWeight
 from chunkrt.graph.plan import DOMAIN, Attribute
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.masks import Masks
-from chunkrt.onnx.importing.onnx_source import OnnxSource, StoredTensor
+from chunkrt.onnx.importing.onnx_source import OnnxSource, OnnxWeight
 from chunkrt.onnx.importing.regions import Regions
 from chunkrt.onnx.importing.signature import Signature
 
@@ -126,7 +126,7 @@ class Draft:
         self.weights[value] = weight
         return value
 
-    def keep(self, name: str, tensor: StoredTensor, *, is_transposed: bool = False) -> str:
+    def keep(self, name: str, tensor: OnnxWeight, *, is_transposed: bool = False) -> str:
         """Put a tensor into the source, once for each value of the foreign graph, and return its name in the source."""
         key = name, is_transposed
         if key not in self._kept:

@@ -34,7 +34,7 @@ def shape_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape if isinstance(size, int))
 
 
-class StoredTensor(ABC):
+class OnnxWeight(ABC):
     """A weight in its file. `stored_as`: as in `TensorInfo`."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class StoredTensor(ABC):
         return None
 
 
-class FloatTensor(StoredTensor):
+class FloatTensor(OnnxWeight):
     """A tensor of plain numbers: float64, float32, float16 or bfloat16."""
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
@@ -62,7 +62,7 @@ class FloatTensor(StoredTensor):
         return np.asarray(self._tensor.numpy()).astype(np.float32, copy=False)
 
 
-class Derived(StoredTensor):
+class Derived(OnnxWeight):
     """The result of a computation on other tensors.
 
     `stored_as` is the storage type of the underlying tensors.
@@ -78,10 +78,10 @@ class Derived(StoredTensor):
         return values
 
 
-class Transposed(StoredTensor):
+class Transposed(OnnxWeight):
     """A transposed matrix. It is never in blocks, which extend along the rows of the underlying matrix."""
 
-    def __init__(self, tensor: StoredTensor) -> None:
+    def __init__(self, tensor: OnnxWeight) -> None:
         self.tensor = tensor
         self.shape, self.stored_as = tensor.shape[::-1], tensor.stored_as
 
@@ -90,7 +90,7 @@ class Transposed(StoredTensor):
         return self.tensor.read().T
 
 
-def transposed(tensor: StoredTensor) -> StoredTensor:
+def transposed(tensor: OnnxWeight) -> OnnxWeight:
     """Return the transposed matrix, without transposing twice."""
     return tensor.tensor if isinstance(tensor, Transposed) else Transposed(tensor)
 
@@ -106,7 +106,7 @@ class Groups(NamedTuple):
     zeros: Float32
 
 
-class GroupedTensor(StoredTensor):
+class GroupedTensor(OnnxWeight):
     """A weight [N, K] of whole numbers in groups along K.
 
     Args:
@@ -216,7 +216,7 @@ def dequantised_tensor(
     axis: int,
     block_size: int,
     where: str,
-) -> StoredTensor:
+) -> OnnxWeight:
     """Return the result of DequantizeLinear: one scale for all, for each slice of an axis, or for each block.
 
     Raises:
@@ -274,9 +274,9 @@ class OnnxSource:
         self.file, self.path = file, file.parent
         self.original: onnx.ModelProto | None = original
         self.architecture, self.config = architecture, config
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, OnnxWeight] = {}
 
-    def add(self, name: str, tensor: StoredTensor) -> str:
+    def add(self, name: str, tensor: OnnxWeight) -> str:
         """Add a tensor, and return its name in the source, which differs from its own name if another tensor has that
         name.
         """
@@ -314,7 +314,7 @@ class OnnxSource:
         """See `TensorSource`: the bytes of its values in float32, which verifying the import has read anyway."""
         return np.ascontiguousarray(self.read(name)).reshape(-1).view(np.uint8)
 
-    def _find(self, name: str) -> StoredTensor:
+    def _find(self, name: str) -> OnnxWeight:
         if name not in self._tensors:
             raise ModelError(f"{self.file} has no weight {name}")
         return self._tensors[name]
