@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from peers.process import convert
 
 import chunkrt
-from chunkrt.onnx.importing.comparison import original_session
+from chunkrt.onnx.importing.import_check import original_session
 from chunkrt.onnx.importing.reading import read_proto
 
 LENGTHS = (1, 31, 33, 95)

@@ -23,7 +23,7 @@ from published import FLOORS, Figure, Prediction, predict
 from chunkrt.simulate import DeviceProfile
 from chunkrt.simulate.compose import soc_facts, software_table
 from chunkrt.simulate.profile import composed_profile
-from chunkrt.simulate.tables import DEFAULT_FACTOR, ENDS
+from chunkrt.simulate.toml_tables import DEFAULT_FACTOR, ENDS
 
 NOISE = 0.15
 """Deviation of the logarithm of a published rate from a model with the right numbers."""

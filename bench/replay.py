@@ -26,7 +26,7 @@ from published_fit import FACTS, NUMBERS, Fit, fit, nominal
 
 from chunkrt.simulate import DEVICES, DeviceProfile, compose, find_device
 from chunkrt.simulate.compose import soc_facts
-from chunkrt.simulate.tables import ENDS
+from chunkrt.simulate.toml_tables import ENDS
 
 QNN_SYSTEMS = ("AI Hub", "PowerServe", "mllm v2")
 HEXAGON_FIT = ("G5", "H27")

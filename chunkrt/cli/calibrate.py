@@ -17,7 +17,7 @@ from chunkrt.cli.shared_options import QUANTISATION_FIELDS, engine_fields, verbo
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.calibration_tokens import DEFAULT_NUM_TOKENS
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.search import Choice, cached_choice
+from chunkrt.compile.scheme_search import Choice, cached_choice
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory

@@ -20,8 +20,8 @@ from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError, cause_of
 from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.baseline import Baseline, base_options, check_base
+from chunkrt.evaluation.evaluation_report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, draw_layers, evaluate_layers
-from chunkrt.evaluation.report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
 from chunkrt.evaluation.text import (
     DEFAULT_NUM_WINDOWS,
     DEFAULT_WINDOW_LENGTH,

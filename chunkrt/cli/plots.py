@@ -8,7 +8,7 @@ from pathlib import Path
 from chunkrt.cli.bench_tests import BenchRow, BenchSetup, ParallelRow
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.simulate import Simulation
-from chunkrt.simulate.search import ON_CPU
+from chunkrt.simulate.partition_search import ON_CPU
 from chunkrt.simulate.tune import Setup, Tuned
 
 RATE = "tokens/s"

@@ -35,9 +35,9 @@ from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
 from chunkrt.simulate.compose import SOFTWARE
 from chunkrt.simulate.experiments import with_attention_on_cpu
-from chunkrt.simulate.link import FORM
+from chunkrt.simulate.link_profile import FORM
 from chunkrt.simulate.measured import MeasuredProfile
-from chunkrt.simulate.search import Lengths
+from chunkrt.simulate.partition_search import Lengths
 from chunkrt.simulate.simulator import chunk_text, graphs_text
 from chunkrt.simulate.sustained import Sustained, sustain
 

@@ -18,7 +18,7 @@ from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.trace.file import write_trace
 from chunkrt.simulate import DeviceProfile, MeasuredProfile
 from chunkrt.simulate.arrivals import Load, draw
-from chunkrt.simulate.search import Lengths
+from chunkrt.simulate.partition_search import Lengths
 from chunkrt.simulate.serving import Serving, Spread, simulate_serving
 
 

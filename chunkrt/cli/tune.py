@@ -26,8 +26,8 @@ from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import MeasuredProfile, find_device
 from chunkrt.simulate.arrivals import CLOSED, MOST_TOKENS, draw
+from chunkrt.simulate.partition_search import Objective
 from chunkrt.simulate.quality import read_quality
-from chunkrt.simulate.search import Objective
 from chunkrt.simulate.simulator import chunk_text, graphs_text
 from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search

@@ -23,7 +23,7 @@ from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, shipped_text
 from chunkrt.compile.rank_share import RankShare
 from chunkrt.compile.rounding import Rounded, round_linears
-from chunkrt.compile.search import cached_choice
+from chunkrt.compile.scheme_search import cached_choice
 from chunkrt.engine_directory.adapter_targets import AdapterTargets, save_folding
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest

@@ -215,7 +215,7 @@ class Recipe:
     has_to_rotate: True if the rotation of the scheme was chosen by the user. Otherwise a decoder that cannot be rotated
         is compiled without rotation.
     search: "shadow" for the fewest shadows, or "mixed" for the most 8-bit linears, with a mean KL divergence of at most
-    `budget` nats on the calibration text; None without a search. See `chunkrt/compile/search.py`.
+    `budget` nats on the calibration text; None without a search. See `chunkrt/compile/scheme_search.py`.
     """
 
     scheme: Scheme

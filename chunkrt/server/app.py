@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.server import embeddings, scoring
+from chunkrt.server import embeddings, scores
 from chunkrt.server.access import ANONYMOUS, Client, check_access
 from chunkrt.server.answers import end
 from chunkrt.server.chat import Chat
@@ -343,12 +343,12 @@ async def _embeddings(service: Service, http: HttpRequest) -> Response:
 
 async def _score(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), ScoreRequest)
-    return JSONResponse(await _while_connected(http, scoring.score(service, request, _salt(service, http, request))))
+    return JSONResponse(await _while_connected(http, scores.score(service, request, _salt(service, http, request))))
 
 
 async def _rerank(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), RerankRequest)
-    return JSONResponse(await _while_connected(http, scoring.rerank(service, request, _salt(service, http, request))))
+    return JSONResponse(await _while_connected(http, scores.rerank(service, request, _salt(service, http, request))))
 
 
 async def _tokenize(service: Service, http: HttpRequest) -> Response:

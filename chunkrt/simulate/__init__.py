@@ -13,7 +13,7 @@ simulation = simulate(
 print(simulation.tokens_per_s)
 """
 
-from chunkrt.simulate.link import LINKS, LinkProfile, find_link
+from chunkrt.simulate.link_profile import LINKS, LinkProfile, find_link
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DEVICES, DeviceProfile, find_device, read_profile
 from chunkrt.simulate.serving import Serving, simulate_serving

@@ -15,7 +15,7 @@ from typing import Any
 
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.simulate.tables import DEFAULT_FACTOR, read_table
+from chunkrt.simulate.toml_tables import DEFAULT_FACTOR, read_table
 
 _FOLDER = Path(__file__).parent
 _SOFTWARE = _FOLDER / "software"

@@ -20,7 +20,7 @@ from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.tasks import Processor, processors_for
 from chunkrt.simulate.compose import DEFAULT_SOFTWARE, SOFTWARE, compose, find_facts, soc_facts, software_table
 from chunkrt.simulate.measured import MeasuredProfile, read_measured
-from chunkrt.simulate.tables import Source, build, read_table
+from chunkrt.simulate.toml_tables import Source, build, read_table
 
 _FOLDER = Path(__file__).parent / "devices"
 DEVICES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))

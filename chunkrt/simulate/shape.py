@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
-from chunkrt.simulate.tables import build, read_table
+from chunkrt.simulate.toml_tables import build, read_table
 
 if TYPE_CHECKING:
     from chunkrt.graph.modules import Module

@@ -28,11 +28,11 @@ from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import CAUSES, Cause, where_time_went
 from chunkrt.runtime.trace.utilisation import link_time, utilisation
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
-from chunkrt.simulate.link import LinkProfile
+from chunkrt.simulate.link_profile import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, decode_plan, twins
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
-from chunkrt.simulate.tables import ENDS
+from chunkrt.simulate.toml_tables import ENDS
 from chunkrt.simulate.work import ChunkWork, MeasuredWork, ModelledWork, WorkOf, cut, with_sums
 
 

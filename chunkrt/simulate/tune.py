@@ -46,9 +46,9 @@ from chunkrt.simulate.experiments import (
     scheme_of,
 )
 from chunkrt.simulate.models import is_weightless
+from chunkrt.simulate.partition_search import ON_CPU, TIE, CutSize, Found, Lengths, Objective, PartitionSearch, cost_of
 from chunkrt.simulate.quality import Quality, check_comparable
 from chunkrt.simulate.queue import Queue, percentile
-from chunkrt.simulate.search import ON_CPU, TIE, CutSize, Found, Lengths, Objective, PartitionSearch, cost_of
 from chunkrt.simulate.simulator import chunk_text, graphs_text
 
 NATURAL = "natural"

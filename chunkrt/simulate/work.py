@@ -33,7 +33,7 @@ from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.record import smallest_graph
 from chunkrt.runtime.tasks import Task
-from chunkrt.simulate.link import LinkProfile
+from chunkrt.simulate.link_profile import LinkProfile
 from chunkrt.simulate.measured import SubgraphCost, twins
 from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
 

@@ -19,8 +19,8 @@ from fixture_checkpoints import checkpoint
 
 import chunkrt
 from chunkrt.backends import qnn
-from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION
 from chunkrt.backends.qnn.library import open_session
+from chunkrt.backends.qnn.session_buffers import SHARED_MEMORY_OPTION
 from chunkrt.errors import DeviceLostError
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")

@@ -12,10 +12,10 @@ from fixture_checkpoints import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.compile import search as choose_module
+from chunkrt.compile import scheme_search as choose_module
 from chunkrt.compile.calibrate import WINDOW_LENGTH, cached_calibration
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.search import (
+from chunkrt.compile.scheme_search import (
     NEGLIGIBLE,
     NUM_WINDOWS,
     SEARCH_WINDOW_LENGTH,

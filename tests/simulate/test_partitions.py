@@ -13,7 +13,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 from small_shape import SMALL_SHAPE
 
-import chunkrt.simulate.search as search_module
+import chunkrt.simulate.partition_search as search_module
 from chunkrt.engine_directory.manifest import read_plan
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, read_placement
@@ -21,9 +21,9 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.simulate import DeviceProfile, Simulation, find_device, simulate
 from chunkrt.simulate.experiments import near_plans_of, plans_of
+from chunkrt.simulate.partition_search import Objective, PartitionSearch, percentile
 from chunkrt.simulate.partitions import Cuts, PartitionCosts, Trellis
 from chunkrt.simulate.profile import ProcessorCost
-from chunkrt.simulate.search import Objective, PartitionSearch, percentile
 from chunkrt.simulate.work import cut
 
 W8A16 = find_scheme("w8a16")

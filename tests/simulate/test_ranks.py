@@ -35,7 +35,7 @@ from chunkrt.runtime.trace.utilisation import link_time
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, find_device, find_link, simulate
 from chunkrt.simulate.experiments import plans_of
-from chunkrt.simulate.link import read_link
+from chunkrt.simulate.link_profile import read_link
 from chunkrt.simulate.speeds import link_speeds
 from chunkrt.simulate.work import Work
 

@@ -33,9 +33,9 @@ from chunkrt.quant.scheme import Scheme, find_scheme
 from chunkrt.simulate import Shape, find_device, simulate
 from chunkrt.simulate.arrivals import draw
 from chunkrt.simulate.experiments import near_plans_of, with_shadow
+from chunkrt.simulate.partition_search import TIE
 from chunkrt.simulate.quality import Quality, read_quality
 from chunkrt.simulate.queue import NUM_ARRIVALS
-from chunkrt.simulate.search import TIE
 from chunkrt.simulate.tune import NATURAL, PARTITIONS, SEARCHED, Setup, Tuned, tune
 
 GGUF = str(checkpoint("llama_biased_gguf"))

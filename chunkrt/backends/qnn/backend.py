@@ -12,12 +12,18 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from chunkrt.backends.base import Executable, Support
-from chunkrt.backends.qnn.buffers import SHARED_MEMORY_OPTION, Buffer, BufferForm, ordinary_buffer, shared_buffer
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
 from chunkrt.backends.qnn.executable import Context, ContextSlot, Forms, OpenContext, QnnExecutable, WindowedExecutable
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.htp_support import distinct_graphs, graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
+from chunkrt.backends.qnn.session_buffers import (
+    SHARED_MEMORY_OPTION,
+    Buffer,
+    BufferForm,
+    ordinary_buffer,
+    shared_buffer,
+)
 from chunkrt.backends.qnn.socs import Soc
 from chunkrt.backends.qnn.timed_calls import DEVICE_LIMIT_S, EMULATOR_LIMIT_S
 from chunkrt.engine_directory.store import WeightStore

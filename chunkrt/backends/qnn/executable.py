@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
-from chunkrt.backends.qnn.buffers import Buffer, BufferForm, ordinary_buffer
+from chunkrt.backends.qnn.session_buffers import Buffer, BufferForm, ordinary_buffer
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import ATTENTION_OPS, INT8_GROUP, Node, Plan, Subgraph, resolve

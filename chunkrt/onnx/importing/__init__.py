@@ -7,7 +7,7 @@ The result has the form of a decoder that `graph/decoders` builds from a checkpo
 docs/onnx-import.md lists the supported forms.
 """
 
-from chunkrt.onnx.importing.comparison import verify
+from chunkrt.onnx.importing.import_check import verify
 from chunkrt.onnx.importing.importing import import_decoder
 from chunkrt.onnx.importing.onnx_source import OnnxSource
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.runtime.ranks.messages import exchange_of
-from chunkrt.simulate.tables import Source, build, read_table
+from chunkrt.simulate.toml_tables import Source, build, read_table
 
 _FOLDER = Path(__file__).parent / "links"
 LINKS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
