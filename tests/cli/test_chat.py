@@ -31,6 +31,12 @@ def talk(command, chat_model, *lines):
     return command("chat", chat_model, "-n", 4, stdin="".join(f"{line}\n" for line in lines))
 
 
+def test_save_quotes_a_name_with_spaces_in_the_command_that_continues(command, chat_model, tmp_path):
+    path = tmp_path / "a chat.json"
+    saved = talk(command, chat_model, "hi", f"/save {path}")
+    assert f'wrote {path}; continue with /load {path}, or with chunkrt run --messages "{path}"' in saved.err
+
+
 def test_byte_order_mark_of_piped_input_is_no_part_of_the_turn(command, chat_model):
     """Windows PowerShell writes it."""
     marked, plain = (talk(command, chat_model, turn) for turn in ("\ufeffhi", "hi"))
