@@ -296,7 +296,7 @@ def _mpiexec() -> str:
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:
-        raise click.ClickException("two ranks need mpiexec, which was not found: pip install 'chunkrt[mpi]'")
+        raise click.ClickException('two ranks need mpiexec, which was not found: pip install "chunkrt[mpi]"')
     return found
 
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 COMPILE_PARTS = ("gguf", "onnx", "onnx_ir", "onnxruntime")
 """Modules of the extra `compile`. An engine directory runs without them."""
 
-INSTALL_COMPILE = "pip install 'chunkrt[compile]'"
+INSTALL_COMPILE = 'pip install "chunkrt[compile]"'
 
 
 def needs_compile_extra(error: ImportError) -> bool:

@@ -66,7 +66,7 @@ def check_picture(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed; run pip install 'chunkrt[plot]'") from error
+        raise ConfigError('--plot needs matplotlib, which is not installed; run pip install "chunkrt[plot]"') from error
 
 
 def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> None:

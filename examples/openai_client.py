@@ -1,4 +1,4 @@
-"""Start `chunkrt serve` and talk to it with OpenAI's client (pip install 'chunkrt[serve]' openai).
+"""Start `chunkrt serve` and talk to it with OpenAI's client (pip install "chunkrt[serve]" openai).
 
 python examples/openai_client.py [MODEL]
 """

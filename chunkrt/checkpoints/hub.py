@@ -94,7 +94,7 @@ def fetch_model(model: HubModel) -> Path:
         from huggingface_hub import HfApi, snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install 'chunkrt[hub]'"
+            f'there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install "chunkrt[hub]"'
         ) from error
     try:
         # Without a connection, snapshot_download would request this list repeatedly and log every failure.

@@ -182,8 +182,11 @@ def bench(
     if path is None:
         click.echo(FORMATS[form](rows), nl=False)
     else:
-        with written_aside(path) as aside:
-            aside.write_text(FORMATS[form](rows), encoding="utf-8")
+        try:
+            with written_aside(path) as aside:
+                aside.write_text(FORMATS[form](rows), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
         click.echo(f"wrote {path}", err=True)
 
 

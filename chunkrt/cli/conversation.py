@@ -118,7 +118,8 @@ class ChatConversation:
                 aside.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {rest}: {cause_of(error)}") from error
-        click.echo(f"wrote {rest}; continue with /load {rest}, or with chunkrt run --messages {rest}", err=True)
+        quoted = f'"{rest}"' if " " in rest else rest
+        click.echo(f"wrote {rest}; continue with /load {rest}, or with chunkrt run --messages {quoted}", err=True)
 
     def _load(self, rest: str) -> None:
         messages = [dict(message) for message in read_messages(str(_path(rest)))]

@@ -91,8 +91,11 @@ def device_test(folder: Path, output: Path, against: Path | None, minutes: float
         progress("", 0, 0)
     if other is not None:
         _compare(report, other)
-    with written_aside(output) as aside:
-        aside.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    try:
+        with written_aside(output) as aside:
+            aside.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
     for check in report["checks"]:
         click.echo(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['found']}")
     if not all(check["ok"] for check in report["checks"]):

@@ -38,9 +38,10 @@ PARTS = {
     "onnx": f"reads and writes ONNX models; {INSTALL_COMPILE}",
     "onnx_ir": f"builds graphs when a model is compiled; {INSTALL_COMPILE}",
     "onnxruntime": f"runs the onnxrt backend; {INSTALL_COMPILE}",
-    "mpi4py": "lets ranks share a decoder; pip install 'chunkrt[mpi]'",
-    "huggingface_hub": "pulls catalogue entries from Hugging Face; pip install 'chunkrt[hub]'",
+    "huggingface_hub": 'pulls catalogue entries from Hugging Face; pip install "chunkrt[hub]"',
 }
+if sys.platform != "win32":
+    PARTS["mpi4py"] = 'lets ranks share a decoder; pip install "chunkrt[mpi]"'
 
 
 @dataclass(frozen=True, kw_only=True)

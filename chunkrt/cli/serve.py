@@ -165,7 +165,7 @@ def serve(
         from chunkrt.server.listening import listen
         from chunkrt.server.service import ServerOptions, Service
     except ImportError as error:
-        raise ConfigError(f"the server needs {error.name}; pip install 'chunkrt[serve]'") from error
+        raise ConfigError(f'the server needs {error.name}; pip install "chunkrt[serve]"') from error
     options = ServerOptions(
         api_keys=keys,
         max_sessions=max_sessions,

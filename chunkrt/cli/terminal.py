@@ -10,6 +10,8 @@ import click
 
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.cli.conversation import COMMANDS, SETTINGS
+from chunkrt.errors import ConfigError
+from chunkrt.files import BYTE_ORDER_MARK
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -43,9 +45,11 @@ def line_reader() -> Callable[[], str | None]:
 
 
 def _piped_line() -> str | None:
-    if sys.stdin is None or not (line := sys.stdin.readline()):
-        return None
-    return line.strip()
+    try:
+        line = "" if sys.stdin is None else sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text: {error}") from error
+    return line.removeprefix(BYTE_ORDER_MARK).strip() if line else None
 
 
 def _prompt_session() -> PromptSession[str]:

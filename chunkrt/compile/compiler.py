@@ -352,7 +352,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
-            (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8")
+            (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8", newline="\n")
             write_weights(
                 planned.plan,
                 scheme,

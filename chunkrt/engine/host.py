@@ -137,7 +137,7 @@ def write_host(
     }
     for record in (folder / CONTEXTS).glob(f"*/{RECORD}"):
         record.unlink()
-    (folder / HOST / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
+    (folder / HOST / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8", newline="\n")
 
 
 def _cpu_file(subgraph: Subgraph) -> str:

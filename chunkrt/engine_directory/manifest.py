@@ -154,7 +154,7 @@ def write_manifest(
         npu_attention=dict(npu_attention or {}),
         npu_settings=dict(npu_settings or {}),
     )
-    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8", newline="\n")
 
 
 def _recorded(path: Path) -> tuple[int, str]:

@@ -5,7 +5,7 @@ The harness accepts only models that are registered in its process, so it has to
     python -m chunkrt.evaluation.harness --model chunkrt --model_args pretrained=MODEL,npu=native --tasks hellaswag
 
 `pretrained` is chunkrt's MODEL; the other arguments are fields of `EngineOptions`. In Python, import this module, then
-call `lm_eval.simple_evaluate(model="chunkrt", ...)`. The adapter needs `pip install chunkrt[lm-eval]`.
+call `lm_eval.simple_evaluate(model="chunkrt", ...)`. The adapter needs `pip install "chunkrt[lm-eval]"`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
-    missing = f"the adapter needs lm-evaluation-harness ({error.name} is missing): pip install chunkrt[lm-eval]"
+    missing = f'the adapter needs lm-evaluation-harness ({error.name} is missing): pip install "chunkrt[lm-eval]"'
     if __name__ == "__main__":
         sys.exit(f"chunkrt: {missing}")
     raise ConfigError(missing) from error

@@ -45,7 +45,7 @@ def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[
         from llguidance import LLMatcher
     except ImportError as error:
         raise RequestError(
-            "response_format: the server has no llguidance; pip install 'chunkrt[structured]' there",
+            'response_format: the server has no llguidance; pip install "chunkrt[structured]" there',
             status=501,
             param="response_format",
         ) from error

@@ -100,6 +100,8 @@ class _Server(uvicorn.Server):
                 loop.add_signal_handler(number, self._end)
             except NotImplementedError:  # Windows
                 signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._end))
+                wakeup = signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # a full buffer wakes the loop, too
         yield
 
     async def startup(self, sockets: list[socket] | None = None) -> None:

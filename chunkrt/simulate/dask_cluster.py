@@ -71,7 +71,7 @@ def _connected(cluster: str | Any) -> Iterator[tuple[Any, Any]]:
         distributed = import_module("distributed")
     except ImportError as error:
         raise ConfigError(
-            "a Dask cluster needs distributed, which is not installed: pip install 'chunkrt[dask]'"
+            'a Dask cluster needs distributed, which is not installed: pip install "chunkrt[dask]"'
         ) from error
     if not isinstance(cluster, str):
         yield distributed, cluster

@@ -39,7 +39,6 @@ from threading import current_thread, main_thread
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from chunkrt import __version__
-from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import DEFAULT_NPU_WINDOW, EngineOptions, lengths_of
@@ -763,6 +762,8 @@ def _plans_of(
         checkpoint, _ = find_checkpoint(name, progress)
     except ConfigError as error:
         raise ConfigError(f"{error}; available shapes: {', '.join(shapes())}") from error
+    from chunkrt.compile.compiler import plan_checkpoint  # other commands need no parts of the compiler
+
     planned = [plan_checkpoint(checkpoint, placement, scheme).plan for placement in placements]
     check_shadowed(planned[0], scheme)
     return planned

@@ -26,7 +26,7 @@ def make_expected(
 ) -> None:
     """Write the values of a checkpoint in Transformers to an .npz file for `check_family`.
 
-    Only this function needs torch and transformers (`pip install 'chunkrt[compare]'`).
+    Only this function needs torch and transformers (`pip install "chunkrt[compare]"`).
 
     Args:
         folder: checkpoint folder of Hugging Face.

@@ -13,7 +13,7 @@ from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import read_json
 from chunkrt.testing.comparison import Expected, ModuleValues
 
-NEEDED = "comparisons with Transformers need torch and transformers; run pip install 'chunkrt[compare]'"
+NEEDED = 'comparisons with Transformers need torch and transformers; run pip install "chunkrt[compare]"'
 
 
 NEEDED_FOR_ADAPTERS = "comparisons with an adapter need PEFT; run pip install peft"

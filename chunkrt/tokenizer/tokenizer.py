@@ -337,7 +337,7 @@ def _write(path: Path, text: str) -> None:
     """Write a temporary file and rename it, so that no reader gets an incomplete file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, "utf-8")
+        beside.write_text(text, encoding="utf-8", newline="\n")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

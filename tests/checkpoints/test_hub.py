@@ -87,7 +87,7 @@ def test_cached_model_is_found_without_network_and_client(hub_home, monkeypatch)
     assert find_checkpoint("org/folder", no_progress)[0] == folder
     assert dict(cached_models()) == {"org/name": snapshot / "m-Q8_0.gguf", "org/folder": folder}
     for absent in ("org/name:Q5_0", "org/name@v2", "org/other"):
-        with pytest.raises(ConfigError, match=r"no file or folder org/\S+; .* pip install 'chunkrt\[hub\]'"):
+        with pytest.raises(ConfigError, match=r'no file or folder org/\S+; .* pip install "chunkrt\[hub\]"'):
             find_checkpoint(absent, no_progress)
 
 

@@ -8,7 +8,7 @@ from one_line import expect_one_line
 import chunkrt
 from chunkrt.quant.calibration import Calibration
 
-distributed = pytest.importorskip("distributed", reason="distributed is not installed: pip install 'chunkrt[dask]'")
+distributed = pytest.importorskip("distributed", reason='distributed is not installed: pip install "chunkrt[dask]"')
 
 FOLDER = checkpoint("llama_gqa")
 

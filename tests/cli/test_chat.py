@@ -31,6 +31,27 @@ def talk(command, chat_model, *lines):
     return command("chat", chat_model, "-n", 4, stdin="".join(f"{line}\n" for line in lines))
 
 
+def test_save_quotes_a_name_with_spaces_in_the_command_that_continues(command, chat_model, tmp_path):
+    path = tmp_path / "a chat.json"
+    saved = talk(command, chat_model, "hi", f"/save {path}")
+    assert f'wrote {path}; continue with /load {path}, or with chunkrt run --messages "{path}"' in saved.err
+
+
+def test_byte_order_mark_of_piped_input_is_no_part_of_the_turn(command, chat_model):
+    """Windows PowerShell writes it."""
+    marked, plain = (talk(command, chat_model, turn) for turn in ("\ufeffhi", "hi"))
+    assert marked.out == plain.out
+    (tokens,) = re.findall(r"prompt \d+ tokens", plain.err)
+    assert tokens in marked.err
+
+
+def test_piped_input_that_is_not_utf_8_prints_one_line(chat_model):
+    command = [sys.executable, "-P", "-m", "chunkrt", "chat", chat_model]
+    finished = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, timeout=SECONDS)
+    assert finished.returncode == 1
+    assert finished.stderr.splitlines()[-1].startswith(b"chunkrt: standard input is not UTF-8 text: 'utf-8' codec")
+
+
 def test_saved_conversation_continues_in_another_chat(command, chat_model, tmp_path):
     path = tmp_path / "chat.json"
     whole = talk(command, chat_model, "/system S", "hi", "more")

@@ -1,6 +1,9 @@
 """`chunkrt device-test`, with the emulator as the device."""
 
+import errno
 import json
+import os
+from contextlib import contextmanager
 
 import pytest
 from fixture_checkpoints import checkpoint
@@ -50,8 +53,26 @@ def test_device_test_reports_can_be_compared(command, folder, tmp_path):
     assert (finished.status, "FAIL logits of the other report" in finished.out) == (3, True)
 
 
+def test_files_have_the_same_line_ends_on_all_systems(folder):
+    """Linux and Windows compile equal engine directories."""
+    texts = list(folder.rglob("*.json"))
+    assert {"engine.json", "plan.json", "text.json", "context.json"} <= {path.name for path in texts}
+    assert not [path.name for path in texts if b"\r" in path.read_bytes()]
+
+
 def test_device_test_needs_an_engine_directory(command, tmp_path):
     expect_one_line(command("device-test", GGUF, "-o", tmp_path / "report.json"), "is not an engine directory")
+
+
+def test_full_disk_is_reported_with_the_name_of_the_file(command, folder, tmp_path, monkeypatch):
+    @contextmanager
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+
+    monkeypatch.setattr("chunkrt.cli.device_test.written_aside", full)
+    finished = command("device-test", folder, "--minutes", 0, "-o", tmp_path / "report.json")
+    expect_one_line(finished, f"cannot write {tmp_path / 'report.json'}: No space left on device")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": 1, "logits": 3}', '{"format": 1, "logits": ["x"]}'])

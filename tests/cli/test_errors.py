@@ -1,11 +1,14 @@
 """Tests that errors are one line on stderr and an exit status, with no output, and a traceback only with -v."""
 
+import errno
 import json
+import os
 import shlex
 import shutil
 import struct
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -347,6 +350,17 @@ def test_closed_and_full_streams(redirections, arguments, message):
     (line,) = err.splitlines()
     assert line.startswith("chunkrt: ")
     assert message in line
+
+
+def test_full_disk_is_reported_with_the_name_of_the_file(command, tmp_path, monkeypatch):
+    @contextmanager
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+
+    monkeypatch.setattr("chunkrt.cli.bench.written_aside", full)
+    finished = command("bench", GGUF, "-p", 4, "-n", 0, "-r", 1, "-o", tmp_path / "rows.json")
+    expect_one_line(finished, f"cannot write {tmp_path / 'rows.json'}: No space left on device")
 
 
 @SHELL

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sqlite3
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -337,6 +338,7 @@ def test_doctor_prints_findings_as_text_and_json(command):
     assert findings["native kernels"]["ok"]
     assert findings["attention"]["found"].startswith(("in float32 by ", "in bfloat16 by ", "in int8 by "))
     assert findings["onnx_ir"]["ok"]
+    assert ("mpi4py" in findings) == (sys.platform != "win32"), "Windows has no ranks"
     assert not findings["npu"]["ok"]
     assert findings["npu"]["advice"]
 

@@ -111,5 +111,5 @@ def test_plot_errors_are_reported_before_anything_runs(command, tmp_path, monkey
         finished = command(*arguments, "--plot", tmp_path / "a.svg")
         assert (
             finished.err
-            == "chunkrt: --plot needs matplotlib, which is not installed; run pip install 'chunkrt[plot]'\n"
+            == 'chunkrt: --plot needs matplotlib, which is not installed; run pip install "chunkrt[plot]"\n'
         )

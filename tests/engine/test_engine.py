@@ -72,7 +72,7 @@ def test_missing_npu_is_reported(monkeypatch):
     monkeypatch.setattr(library, "PACKAGE", "a-package-that-nobody-has")
     monkeypatch.setattr(qnn, "open_htp", library.open_htp.__wrapped__)
     monkeypatch.setattr(compiler, "prepare_checkpoint", lambda *_, **__: pytest.fail("compiled before it was said"))
-    with pytest.raises(BackendUnavailableError, match=r"is not installed; pip install 'chunkrt\[qnn\]', or use `npu="):
+    with pytest.raises(BackendUnavailableError, match=r'is not installed; pip install "chunkrt\[qnn\]", or use `npu='):
         chunkrt.load(CHECKPOINT, npu="qnn")
 
 

@@ -361,4 +361,4 @@ def test_launch_without_mpi4py_names_the_missing_package(tmp_path):
     finished = launch(2, "command", "run", LLAMA, "-p", "x", PYTHONPATH=path)
     assert finished.returncode == 1
     (line,) = said(finished)
-    assert "pip install 'chunkrt[mpi]'" in line
+    assert 'pip install "chunkrt[mpi]"' in line

@@ -303,7 +303,7 @@ def test_wrong_options_are_refused_before_the_evaluation(command, text, tmp_path
         expect_one_line(command("eval", GGUF, *arguments), message, 1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     finished = command("eval", GGUF, "--text", text, "--per-layer", "--plot", "a.png")
-    assert finished.err == "chunkrt: --plot needs matplotlib, which is not installed; run pip install 'chunkrt[plot]'\n"
+    assert finished.err == 'chunkrt: --plot needs matplotlib, which is not installed; run pip install "chunkrt[plot]"\n'
 
 
 def test_an_engine_directory_is_refused(command, text, tmp_path):

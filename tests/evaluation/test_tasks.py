@@ -193,7 +193,7 @@ def test_items_that_do_not_fit_are_named(engine, write):
 
 
 def test_the_adapter_for_the_harness_scores_the_same(engine):
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install chunkrt[lm-eval]")
+    pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "chunkrt[lm-eval]"')
     from lm_eval.api.instance import Instance
 
     from chunkrt.evaluation.harness import ChunkrtLM

@@ -95,6 +95,29 @@ def test_engine_directory_runs_with_the_runtime_alone(chunkrt, compiled):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("plan", "{engine}"),
+        ("ops", "{engine}"),
+        ("compile", "{engine}", "-o", "{folder}/copy"),
+        ("simulate", "{engine}", "--device", "SM8650", "-p", "16", "--chunk", "8"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_read_engine_directories_with_the_runtime_alone(chunkrt, compiled, tmp_path, arguments):
+    alone = chunkrt(*(str(word).format(engine=compiled, folder=tmp_path) for word in arguments))
+    assert alone.returncode == 0, alone.stderr
+
+
+def test_bench_measures_and_report_shows_it_with_the_runtime_alone(chunkrt, compiled, tmp_path):
+    rows, page = tmp_path / "rows.json", tmp_path / "page.html"
+    for arguments in (("bench", compiled, "-p", "8", "-n", "2", "-r", "1", "-o", rows), ("report", rows, "-o", page)):
+        alone = chunkrt(*arguments)
+        assert alone.returncode == 0, alone.stderr
+    assert "pp8" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ("run", MODEL, "-p", "Hello"),
         ("compile", MODEL, "-o", "{folder}/engine"),
         ("support", MODEL),
@@ -110,7 +133,7 @@ def test_commands_name_the_extra_that_they_lack(chunkrt, tmp_path, arguments):
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
     assert re.search(
-        r"needs (gguf|onnx|onnx_ir), which is not installed; run pip install 'chunkrt.compile.'", refused.stderr
+        r'needs (gguf|onnx|onnx_ir), which is not installed; run pip install "chunkrt.compile."', refused.stderr
     )
 
 
@@ -118,7 +141,7 @@ def test_onnxrt_names_the_extra_that_it_lacks(chunkrt, compiled):
     refused = chunkrt("run", compiled, "-p", "Hello", "--npu", "onnxrt")
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
-    assert "run pip install 'chunkrt[compile]'" in refused.stderr
+    assert 'run pip install "chunkrt[compile]"' in refused.stderr
 
 
 def test_doctor_lists_the_parts_that_are_lacking(chunkrt):
@@ -126,7 +149,7 @@ def test_doctor_lists_the_parts_that_are_lacking(chunkrt):
     assert done.returncode == 0, done.stderr
     lacking = {finding["what"]: finding["advice"] for finding in json.loads(done.stdout) if not finding["ok"]}
     for part in ("gguf", "onnx", "onnx_ir", "onnxruntime"):
-        assert lacking[part].endswith("pip install 'chunkrt[compile]'")
+        assert lacking[part].endswith('pip install "chunkrt[compile]"')
 
 
 def test_package_runs_without_metadata(compiled, tmp_path):

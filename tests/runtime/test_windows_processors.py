@@ -73,5 +73,5 @@ def test_doctor_and_load_name_the_native_python_if_windows_emulates(monkeypatch,
     assert EMULATED in command("doctor").out
     with chunkrt.load(TINY):
         pass
-    # Another test process may be compiling the same model, which causes a second warning.
+    # Another test process may be compiling the same model, which a warning reports, too.
     assert [record.message for record in caplog.records].count(EMULATED) == 1

@@ -13,7 +13,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.simulate.dask_cluster import run_on_dask
 from chunkrt.simulate.tune import tune
 
-distributed = pytest.importorskip("distributed", reason="distributed is not installed: pip install 'chunkrt[dask]'")
+distributed = pytest.importorskip("distributed", reason='distributed is not installed: pip install "chunkrt[dask]"')
 
 POINTS = {
     "devices": ["sd8gen3"],
@@ -93,5 +93,5 @@ def test_unreachable_address_prints_one_line(monkeypatch: pytest.MonkeyPatch, ad
 
 def test_missing_distributed_is_reported_with_an_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'chunkrt\[dask\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "chunkrt\[dask\]"'):
         chunkrt.experiment(SMALL, **POINTS, dask="tcp://127.0.0.1:8786")

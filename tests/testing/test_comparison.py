@@ -214,7 +214,7 @@ def test_compare_command_adds_an_adapter(tmp_path: Path) -> None:
 def test_compare_without_torch_names_the_extra() -> None:
     found = CliRunner().invoke(cli, ["compare", str(checkpoint(LLAMA))])
     assert isinstance(found.exception, ConfigError)
-    assert "pip install 'chunkrt[compare]'" in str(found.exception)
+    assert 'pip install "chunkrt[compare]"' in str(found.exception)
 
 
 def test_factor_of_a_tied_head_is_folded():

@@ -164,7 +164,7 @@ class ContextFolder:
                     aside.mkdir()
                     write(aside / WRAPPER)
                     record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
-                    (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+                    (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8", newline="\n")
         return folder / WRAPPER
 
     def copy_from(self, other: ContextFolder, key: str) -> None:
@@ -198,7 +198,7 @@ def store_difference(context: Path, base: Path) -> None:
     with (context / f"{name}{DIFFERENCE_SUFFIX}").open("wb") as file:
         np.savez_compressed(file, steps=steps, is_own=is_own, own=own, size=record["files"][name][0])
     (context / name).unlink()  # no longer mapped, because Windows removes no mapped file
-    (context / RECORD).write_text(json.dumps(record | {BASE: base.name}, indent=1), encoding="utf-8")
+    (context / RECORD).write_text(json.dumps(record | {BASE: base.name}, indent=1), encoding="utf-8", newline="\n")
 
 
 def _difference(

@@ -25,7 +25,7 @@ from chunkrt.backends.qnn.timed_calls import TimedCalls
 from chunkrt.errors import BackendUnavailableError, ConfigError
 
 PACKAGE = "onnxruntime-qnn"
-INSTALL = "pip install 'chunkrt[qnn]'"
+INSTALL = 'pip install "chunkrt[qnn]"'
 PROVIDER = "QNNExecutionProvider"
 EMULATING_MACHINES = ("x86_64", "amd64")
 _OPTION = re.compile(

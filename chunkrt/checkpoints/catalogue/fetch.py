@@ -266,7 +266,7 @@ def _pull_hub(source: HubSource, path: Path) -> None:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"{source.repository} is on the Hugging Face hub; its client is missing: pip install chunkrt[hub]"
+            f'{source.repository} is on the Hugging Face hub; its client is missing: pip install "chunkrt[hub]"'
         ) from error
     beside = path.with_name(f"{path.name}.part")
     try:

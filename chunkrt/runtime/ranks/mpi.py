@@ -268,7 +268,7 @@ class MpiCommunicator(MessageCommunicator):
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
                 f"mpiexec started {self.size} ranks, but MPI cannot be loaded ({error}); "
-                "run pip install 'chunkrt[mpi]', or start without mpiexec"
+                'run pip install "chunkrt[mpi]", or start without mpiexec'
             ) from error
         library = ctypes.CDLL(MPI.__file__)
         if not MPI.Is_initialized():
