@@ -41,6 +41,8 @@ LAYERS = {
 NUM_TOKENS = 600
 TOKENS = [(7 * i + i // 50) % 60 for i in range(NUM_TOKENS)]
 BUDGET = 100_000
+SMALL = {"prefix_cache_disk": BUDGET, "attention_math": "float32"}
+"""Options with which a file fits the budget; bfloat16 caches pad heads to 32 dimensions."""
 
 
 @pytest.fixture(scope="module", params=LAYERS)
@@ -493,20 +495,19 @@ def test_prefix_cache_that_is_not_a_folder_is_rejected(model: Path, tmp_path: Pa
 def test_budget_holds_and_recently_used_files_stay(model: Path, tmp_path: Path) -> None:
     random = Random(0)
     others = [[random.randrange(60) for _ in range(300)] for _ in range(6)]
-    small = {"prefix_cache_disk": BUDGET, "attention_math": "float32"}  # bfloat16 caches pad heads to 32 dimensions
-    with load(model, prefix_cache=tmp_path, **small) as engine:
+    with load(model, prefix_cache=tmp_path, **SMALL) as engine:
         for prompt in others:
             engine.session().prefill(prompt)
     files = entries(tmp_path)
     assert 0 < sum(stat.st_size for stat in files.values()) <= BUDGET
-    with load(model, prefix_cache=tmp_path, **small) as engine:
+    with load(model, prefix_cache=tmp_path, **SMALL) as engine:
         assert engine.session().prefill(others[-1]).num_cached >= 256
         assert engine.session().prefill(others[0]).num_cached == 0
 
 
 def test_other_files_in_the_folder_are_ignored(model: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("x" * 2 * BUDGET)
-    with load(model, prefix_cache=tmp_path, prefix_cache_disk=BUDGET, attention_math="float32") as engine:
+    with load(model, prefix_cache=tmp_path, **SMALL) as engine:
         engine.session().prefill(TOKENS)
     assert len(entries(tmp_path)) > 0
     folder.clear(tmp_path)
@@ -515,17 +516,30 @@ def test_other_files_in_the_folder_are_ignored(model: Path, tmp_path: Path) -> N
 
 
 PROGRAM = """
-import sys
+import json, os, signal, sys, threading
+from itertools import count
 from random import Random
 import chunkrt
+from chunkrt.engine.prefix_cache import block_file, folder
 
-model, cache, seed, budget = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-random = Random(seed)
+model, cache, options, *numbers = sys.argv[1:]
+seed, rounds, last_line = map(int, numbers)
+random, lines = Random(seed), count(1)
+
+def trace(frame, event, argument):
+    if frame.f_code.co_filename not in (folder.__file__, block_file.__file__):
+        return None
+    if event == "line" and next(lines) == last_line:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+
+if last_line:
+    threading.settrace(trace)  # the thread that writes
 with chunkrt.load(
-    model, npu="native", scheme="w8a8-dynamic", threads=1, prefix_cache=cache, prefix_cache_disk=budget
+    model, npu="native", scheme="w8a8-dynamic", threads=1, prefix_cache=cache, **json.loads(options)
 ) as engine:
     print("ready", flush=True)
-    for _ in range(int(sys.argv[5])):
+    for _ in range(rounds):
         start = random.randrange(4)
         prompt = [(7 * i + start) % 60 for i in range(random.randrange(100, 600))]
         with engine.session() as session:
@@ -534,8 +548,13 @@ print("done", flush=True)
 """
 
 
-def start(model: Path, cache: Path, seed: int, rounds: int) -> subprocess.Popen[str]:
-    arguments = [model, cache, seed, BUDGET, rounds]
+MOST_LINES = 1000
+"""Lines in which a process writes a few files."""
+
+
+def start(model: Path, cache: Path, seed: int, rounds: int, last_line: int = 0) -> subprocess.Popen[str]:
+    """Start a process that writes files. If `last_line` is not 0, it kills itself at that line of its writing."""
+    arguments = [model, cache, json.dumps(SMALL), seed, rounds, last_line]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE, text=True
     )
@@ -546,7 +565,7 @@ def assert_sound(model: Path, cache: Path) -> None:
     assert sum(stat.st_size for stat in entries(cache).values()) <= BUDGET
     for begin in range(4):
         prompt = [(7 * i + begin) % 60 for i in range(520)]
-        with load(model, prefix_cache=cache, prefix_cache_disk=BUDGET) as engine, load(model) as plain:
+        with load(model, prefix_cache=cache, **SMALL) as engine, load(model, attention_math="float32") as plain:
             found, truth = engine.session().prefill(prompt), plain.session().prefill(prompt)
             np.testing.assert_array_equal(found.logits, truth.logits)
     assert not any(map(is_part, entries(cache)))
@@ -557,13 +576,20 @@ def assert_sound(model: Path, cache: Path) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 @pytest.mark.parametrize("times", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_process_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], times: int) -> None:
+    """Half of the processes are killed after a random time, and half at a random line, because a slow machine writes
+    nothing in that time.
+    """
     random, num_half_written, num_whole = Random(times), 0, 0
     for seed in range(times):
-        with start(model, tmp_path, seed, 10**6) as process:
+        last_line = random.randint(1, MOST_LINES) if seed % 2 else 0
+        with start(model, tmp_path, seed, 10**6, last_line) as process:
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
-                time.sleep(random.uniform(0, 0.3))
+                if last_line:
+                    process.wait(timeout=120)
+                else:
+                    time.sleep(random.uniform(0, 0.3))
             finally:
                 process.kill()  # it would not end by itself
         left = entries(tmp_path)

@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from server_soak import MOST_GROWTH, server, soak
+from server_soak import MOST_GROWTH, WARM_UP, server, soak
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server's memory is read from /proc")
 
@@ -22,6 +22,6 @@ def test_disconnecting_clients_do_not_affect_others(chat_folder, seconds):
 
 @pytest.mark.slow
 def test_memory_does_not_grow(chat_folder):
-    found = soaked(chat_folder, clients=64, seconds=120)
+    found = soaked(chat_folder, clients=64, seconds=120, warm_up=WARM_UP)
     assert found.complaints == []
     assert abs(found.growth) <= MOST_GROWTH

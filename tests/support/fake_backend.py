@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -42,6 +42,7 @@ STATIC_KINDS = ("static", "linear", "shadow", "join")
 NUM_RANKS = 2
 TIMEOUT = 60.0
 """Seconds after which a waiting test counts as deadlocked."""
+LOOK_S = 0.1
 
 
 def make_plan(
@@ -309,16 +310,29 @@ def tokens(num_tokens: int, start: int = 0) -> NDArray[np.int64]:
     return np.arange(start, start + num_tokens, dtype=np.int64)
 
 
+def happens(look: Callable[[float], object]) -> bool:
+    """Return True as soon as `look`, which waits for a number of seconds, returns a true value; False after TIMEOUT.
+
+    The waits are short, and only their number counts. So the time in which the system stops the process is not counted.
+    """
+    return any(look(LOOK_S) for _ in range(round(TIMEOUT / LOOK_S)))
+
+
 def wait_for(event: Event) -> None:
     """Wait for an event of another thread; fail after TIMEOUT seconds."""
-    assert event.wait(TIMEOUT), "deadlock: the event never came"
+    assert happens(event.wait), "deadlock: the event never came"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds that another thread causes; fail after TIMEOUT seconds."""
-    latest = monotonic() + TIMEOUT
-    while not condition():
-        assert monotonic() < latest, "deadlock: it never became so"
+
+    def look(seconds: float) -> bool:
+        latest = monotonic() + seconds
+        while not (holds := condition()) and monotonic() < latest:
+            sleep(0.001)
+        return holds
+
+    assert happens(look), "deadlock: it never became so"
 
 
 def finish(call: Callable[[], Result]) -> Result:
@@ -333,8 +347,12 @@ def finish(call: Callable[[], Result]) -> Result:
 
     thread = Thread(target=target, daemon=True)
     thread.start()
-    thread.join(TIMEOUT)
-    assert outcome, "deadlock: the call never returned"
+
+    def look(seconds: float) -> bool:
+        thread.join(seconds)
+        return bool(outcome)
+
+    assert happens(look), "deadlock: the call never returned"
     is_well, result = outcome[0]
     if not is_well:
         raise result

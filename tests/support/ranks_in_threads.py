@@ -4,13 +4,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from fake_backend import happens
+
 from chunkrt.backends.link import Communicator
 from chunkrt.errors import DeviceLostError
 from chunkrt.runtime.ranks.messages import local_communicators
 
 Result = TypeVar("Result")
-TIMEOUT = 60.0
-"""Seconds after which ranks that wait for each other count as deadlocked."""
 
 
 def on_ranks(size: int, work: Callable[[Communicator], Result]) -> list[Result]:
@@ -26,7 +26,7 @@ def on_ranks(size: int, work: Callable[[Communicator], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(guarded, communicator) for communicator in communicators]
-        if wait(futures, TIMEOUT).not_done:
+        if not happens(lambda seconds: not wait(futures, seconds).not_done):
             communicators[0].close()
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, DeviceLostError)):

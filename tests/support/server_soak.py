@@ -30,6 +30,10 @@ import httpx
 
 MOST_GROWTH = 0.02
 """Largest growth of the server's memory, as a share of its memory after the warm-up."""
+WARM_UP = 1200
+"""Number of requests after which memory stays the same. They fill caches and pools, and a slow machine needs more time
+for them.
+"""
 SETTLES_SECONDS = 30.0
 PROMPTS = ["hello there " * (1 + i % 5) + "good day" * (i % 3) + " " + "you" * i for i in range(12)]
 """Prompts of several lengths; some have the same beginning."""
@@ -47,6 +51,11 @@ class Soaked:
     memory_before: float = 0.0
     memory_after: float = 0.0
     sequences_left: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests so far, with any outcome."""
+        return self.answered + self.dropped + self.refused + self.failed.total()
 
     @property
     def growth(self) -> float:
@@ -106,17 +115,24 @@ def body(prompt: str, new_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 async def soak(
-    url: str, process_id: int, *, clients: int, seconds: float, new_tokens: int, prompts: Sequence[str] = PROMPTS
+    url: str,
+    process_id: int,
+    *,
+    clients: int,
+    seconds: float,
+    new_tokens: int,
+    warm_up: int = 0,
+    prompts: Sequence[str] = PROMPTS,
 ) -> Soaked:
-    """Run clients for `seconds`, after a warm-up of a fifth of that time, which fills caches and pools."""
+    """Run clients for `seconds`, after a warm-up of a fifth of that time, and at least `warm_up` requests."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
         alone = {p: await _whole(http, body(p, new_tokens)) for p in prompts}
         soaked = Soaked()
-        for share in (0.2, 1.0):
+        for share, least in ((0.2, warm_up), (1.0, 0)):
             soaked = Soaked(memory_before=soaked.memory_after)
             until = time.monotonic() + share * seconds
-            asking = (_client(http, index, until, alone, new_tokens, soaked) for index in range(clients))
+            asking = (_client(http, index, until, least, alone, new_tokens, soaked) for index in range(clients))
             await asyncio.gather(*asking)
             soaked.sequences_left = await _left(http)
             soaked.memory_after = resident_mib(process_id)
@@ -134,11 +150,19 @@ async def _whole(http: httpx.AsyncClient, request: dict[str, Any]) -> str:
 
 
 async def _client(
-    http: httpx.AsyncClient, index: int, until: float, alone: dict[str, str], new_tokens: int, soaked: Soaked
+    http: httpx.AsyncClient,
+    index: int,
+    until: float,
+    least: int,
+    alone: dict[str, str],
+    new_tokens: int,
+    soaked: Soaked,
 ) -> None:
-    """Send requests one after another; drop a third of them before the answer is complete."""
+    """Send requests one after another, until that time and until all clients together have sent `least`; drop a third
+    of them before the answer is complete.
+    """
     chance = random.Random(index)
-    while time.monotonic() < until:
+    while time.monotonic() < until or soaked.num_requests < least:
         prompt = chance.choice(list(alone))
         goes, streams = chance.random() < 1 / 3, chance.random() < 0.5
         request = body(prompt, new_tokens, stream=streams)
@@ -206,13 +230,20 @@ def main() -> int:
     parser.add_argument("model", help="A catalogue name, a checkpoint or an engine directory.")
     parser.add_argument("--clients", type=int, default=64, help="Number of concurrent clients (64).")
     parser.add_argument(
-        "--seconds", type=float, default=120.0, help="Duration, after a warm-up of a fifth of it (120)."
+        "--seconds", type=float, default=120.0, help="Duration, after a warm-up of at least a fifth of it (120)."
     )
     parser.add_argument("--new-tokens", type=int, default=24, help="Tokens per answer (24).")
     given, options = parser.parse_known_args()
     with server(given.model, *options) as (url, process_id):
         soaked = asyncio.run(
-            soak(url, process_id, clients=given.clients, seconds=given.seconds, new_tokens=given.new_tokens)
+            soak(
+                url,
+                process_id,
+                clients=given.clients,
+                seconds=given.seconds,
+                new_tokens=given.new_tokens,
+                warm_up=WARM_UP,
+            )
         )
     complaints = soaked.complaints
     if abs(soaked.growth) > MOST_GROWTH:
