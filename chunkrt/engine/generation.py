@@ -202,7 +202,8 @@ class Generation:
         sequence.end_next(request)
         assert request.logits is not None
         logits = request.logits[-1]
-        if not (self.is_submitted and self.is_wanted):  # the caller draws the token itself
+        # The caller draws the token itself, or raises the error of a cancellation.
+        if not (self.is_submitted and self.is_wanted) or sequence.cancel.is_set():
             sequence.logits = logits  # the request does not write into them before the token is drawn
             return None
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -120,6 +121,41 @@ def test_cancelled_generation_keeps_its_pieces(engine):
         with pytest.raises(ClosedError, match="cancelled"):
             list(pieces)
     check_continues(engine, session, session.position - len(engine.tokens))
+
+
+class Calls:
+    """Constraint that allows every token, and calls a function with the number of tokens after each."""
+
+    def __init__(self, engine, call):
+        self._size, self._call, self._num_tokens = engine.plan.vocab_size, call, 0
+
+    def allowed(self):
+        return np.ones(self._size, np.bool_)
+
+    def accept(self, token_id):
+        self._num_tokens += 1
+        self._call(self._num_tokens)
+
+
+def test_cancel_ends_a_generation_whose_caller_always_waits(engine):
+    """Another generation delays each step, so the caller waits for a piece before the logits for it are computed."""
+    session, other, begun = prefilled(engine), prefilled(engine), threading.Event()
+    slow = Calls(engine, lambda number: (begun.set(), time.sleep(0.03)))
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: list(other.generate(constraint=slow, **options)))
+    cancels = Calls(engine, lambda number: number == 3 and session.cancel())
+    num_pieces = 0
+    with engine.loaded.scheduler.sharing():
+        thread.start()
+        begun.wait()
+        try:
+            with pytest.raises(ClosedError, match="the generation was cancelled after 3 tokens"):
+                for _ in session.generate(constraint=cancels, **options):
+                    num_pieces += 1
+        finally:
+            thread.join()
+    assert num_pieces == 3
+    check_continues(engine, session, 3)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
