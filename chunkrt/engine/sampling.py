@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
 from sys import float_info
 from typing import Any
@@ -101,8 +102,11 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions) -> None:
         self.options = options
-        self._random = np.random.Generator(np.random.PCG64(options.seed))
         self._drawn: Counter[int] = Counter()
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(self.options.seed))
 
     def next(self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64] = ()) -> int:
         """Choose the next token.
