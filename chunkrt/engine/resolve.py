@@ -68,12 +68,9 @@ def engine_folder(
     try:
         with cached_entry(folder, "compiling a model", read_manifest) as found:
             if found is None:
-                try:
-                    from chunkrt.compile.compiler import prepare_checkpoint, write_engine_directory
-                except ImportError as error:
-                    if not needs_compile_extra(error):
-                        raise
-                    raise _cannot_compile(error) from error
+                _check_compiler()
+                from chunkrt.compile.compiler import prepare_checkpoint, write_engine_directory
+
                 prepared = prepare_checkpoint(
                     checkpoint,
                     recipe,
@@ -115,22 +112,25 @@ def plan_model(model: str, options: EngineOptions, progress: Progress) -> tuple[
     """Return the plan of a checkpoint and its scheme, before it is calibrated. The errors are those of
     `engine_folder`.
     """
-    try:
-        from chunkrt.compile.compiler import plan_checkpoint
-    except ImportError as error:
-        if not needs_compile_extra(error):
-            raise
-        raise _cannot_compile(error) from error
+    _check_compiler()
+    from chunkrt.compile.compiler import plan_checkpoint
+
     checkpoint, recipe = find_recipe(model, options, progress)
     planned = plan_checkpoint(checkpoint, options_placement(options), recipe.scheme, adapter=options.adapter)
     return planned.plan, recipe.scheme
 
 
-def _cannot_compile(error: ImportError) -> ConfigError:
-    return ConfigError(
-        f"compiling a model needs {error.name}, which is not installed; run {INSTALL_COMPILE}, or give an engine "
-        "directory"
-    )
+def _check_compiler() -> None:
+    """Raise ConfigError if a part of the compiler is not installed."""
+    try:
+        import chunkrt.compile.compiler  # noqa: F401
+    except ImportError as error:
+        if not needs_compile_extra(error):
+            raise
+        raise ConfigError(
+            f"compiling a model needs {error.name}, which is not installed; run {INSTALL_COMPILE}, or give an engine "
+            "directory"
+        ) from error
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:
@@ -243,6 +243,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
         return (is_plain_folder and gguf_in(path)) or path, DEFAULT_SCHEME
     if (hub_model := parse_hub_id(model)) is not None:
         if (found := cached_model(hub_model)) is None:
+            _check_compiler()  # before the download of a checkpoint that cannot be compiled
             progress(f"fetching {model}", 0, 0)
             found = fetch_model(hub_model)
         return found, DEFAULT_SCHEME
@@ -251,6 +252,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     entry = catalogue.find(model)
     found = catalogue.pulled(entry)
     if found is None or catalogue.damage(entry):
+        _check_compiler()
         from chunkrt.checkpoints.catalogue.fetch import pull  # an HTTP client, which a pulled model does not need
 
         found = pull(entry, lambda done, total: progress(f"downloading {model}", done, total))

@@ -100,7 +100,7 @@ class WeightStore:
         """Map a file that `WeightWriter` wrote.
 
         Raises:
-            ModelError: the file is missing or damaged.
+            ModelError: the file is missing or damaged, or cannot be read.
             OutOfMemoryError: memory is insufficient for the mapping.
         """
         try:
@@ -111,6 +111,8 @@ class WeightStore:
             arrays = {name: _view(mapped, start, info) for name, info in header.items()}
             shapes = {name: tuple(json.loads(text)) for name, text in metadata.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise ModelError(f"cannot read {path}: {cause_of(error)}") from error
             raise ModelError(
                 f"{path} is damaged ({cause_of(error)}); delete its folder and compile the model again"
             ) from error

@@ -578,7 +578,7 @@ def test_failing_hub_is_a_model_error(monkeypatch):
 
 def test_error_without_the_hubs_client_has_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"pip install chunkrt\[hub\]"):
+    with pytest.raises(ConfigError, match=r'pip install "chunkrt\[hub\]"'):
         fetch.pull(entry_of(HUB))
 
 

@@ -100,6 +100,27 @@ def test_store_refuses_a_missing_file(tmp_path):
         WeightStore.open(tmp_path / "weights")
 
 
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(ModelError, match=r"^cannot read \S+weights: (Is a directory|Permission denied)$"):
+        WeightStore.open(tmp_path / "weights")
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="other systems do not lock files that are open")
+def test_a_file_that_another_program_uses_is_not_called_damaged(stored):
+    import ctypes
+
+    read, open_existing = 0x80000000, 3  # GENERIC_READ, OPEN_EXISTING
+    create = ctypes.WinDLL("kernel32").CreateFileW
+    create.restype = ctypes.c_void_p
+    handle = create(str(stored), read, 0, None, open_existing, 0, None)
+    try:
+        with pytest.raises(ModelError, match=r"a program uses the file; close it first$"):
+            WeightStore.open(stored)
+    finally:
+        ctypes.WinDLL("kernel32").CloseHandle(ctypes.c_void_p(handle))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

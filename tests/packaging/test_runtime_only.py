@@ -137,6 +137,13 @@ def test_commands_name_the_extra_that_they_lack(chunkrt, tmp_path, arguments):
     )
 
 
+def test_nothing_is_downloaded_that_cannot_be_compiled(chunkrt, tmp_path):
+    refused = chunkrt("run", "smollm2-135m-instruct", "-p", "Hello", CHUNKRT_HOME=str(tmp_path))
+    assert refused.returncode == 1
+    assert re.fullmatch(r"chunkrt: compiling a model needs onnx_ir, .*\n", refused.stderr)
+    assert not (tmp_path / "models").exists()
+
+
 def test_onnxrt_names_the_extra_that_it_lacks(chunkrt, compiled):
     refused = chunkrt("run", compiled, "-p", "Hello", "--npu", "onnxrt")
     assert refused.returncode == 1
