@@ -70,6 +70,16 @@ def test_generation_continues_after_other_uses_of_the_session(engine):
     assert found == answer_of(engine)
 
 
+def test_generation_in_a_session_that_was_emptied_reports_that(engine):
+    session = prefilled(engine)
+    pieces = session.generate(max_new_tokens=9)
+    next(pieces)
+    session.rewind(0)
+    with pytest.raises(ConfigError, match="the session has no tokens to continue; call prefill first"):
+        next(pieces)
+    assert session.position == 0
+
+
 def test_asynchronous_generation_can_be_left_after_any_piece(engine):
     async def first(number):
         async with await engine.asession() as session:
