@@ -24,7 +24,11 @@ FinishReason = Literal["stop", "length", "context"]
 
 
 class Constraint(Protocol):
-    """Constraint on the next token, for example by a grammar. An object may be used for one generation only."""
+    """Constraint on the next token, for example by a grammar. An object may be used for one generation only.
+
+    Any thread may call the methods. They must not use the engine or its sessions, which is an error if the generation
+    shares chunks with others. An exception that a method raises ends the generation, and propagates.
+    """
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return a mask of the tokens that may come next, bool [V], with at least one True."""
