@@ -185,8 +185,11 @@ class Generation:
         garbage collector may call this method in any thread, so it takes no lock.
         """
         self._is_eager = self.is_wanted = False
-        if self._request is not None:
-            self._request.is_unwanted = True
+        request = self._request
+        if request is not None:
+            request.is_unwanted = True
+            if request.is_released or not self.is_submitted:
+                request.abandon()  # otherwise `_end` does it
 
     def _renewed(self) -> Request:
         """Return a request for the logits after the last token."""
@@ -222,6 +225,8 @@ class Generation:
         return sequence.begin_next()
 
     def _end(self) -> None:
+        if self._request is not None and self._request.is_unwanted:
+            self._request.abandon()
         self._deliver(None)
 
     def _draw(self, logits: NDArray[np.float32]) -> Piece:
