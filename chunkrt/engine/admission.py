@@ -216,10 +216,12 @@ class Admission:
 
     def _busy(self) -> BusyError:
         limit = "cache_memory" if self.most == self._max_states else "max_sessions"
+        queue, advice = "queue", "close a session, raise a limit, or try again later"
+        if self.max_sequences is not None:  # the client of a server can do neither
+            queue, advice = "max_waiting", "try again later"
         return BusyError(
             f"{self.num_taken} of {self.most} places for sequences (`{limit}`) and {self.num_waiting} of "
-            f"{self.max_waiting} places in the queue (`queue`) are taken; close a session, raise a limit, or try again "
-            "later"
+            f"{self.max_waiting} places in the queue (`{queue}`) are taken; {advice}"
         )
 
     def _tell(self) -> None:

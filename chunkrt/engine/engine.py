@@ -308,6 +308,8 @@ class Engine:
             ConfigError: the messages or options are malformed.
             ModelError: the model has no chat template, or its template rejects them.
         """
+        if not isinstance(stream, bool):
+            raise ConfigError(f"stream is {stream!r:.80}, expected True or False")
         tokenizer, chats, is_single = self.tokenizer, _as_chats(messages), _is_chat(messages)
         tokens = [tokenizer.encode_chat(chat, template_options=template_options) for chat in chats]
         pieces = self._answers(tokens, max_sessions, cache_salt, adapter, options, "stream", "template_options")

@@ -24,7 +24,11 @@ FinishReason = Literal["stop", "length", "context"]
 
 
 class Constraint(Protocol):
-    """Constraint on the next token, for example by a grammar. An object may be used for one generation only."""
+    """Constraint on the next token, for example by a grammar. An object may be used for one generation only.
+
+    Any thread may call the methods. They must not use the engine or its sessions, which is an error if the generation
+    shares chunks with others. An exception that a method raises ends the generation, and propagates.
+    """
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return a mask of the tokens that may come next, bool [V], with at least one True."""
@@ -181,8 +185,11 @@ class Generation:
         garbage collector may call this method in any thread, so it takes no lock.
         """
         self._is_eager = self.is_wanted = False
-        if self._request is not None:
-            self._request.is_unwanted = True
+        request = self._request
+        if request is not None:
+            request.is_unwanted = True
+            if request.is_released or not self.is_submitted:
+                request.abandon()  # otherwise `_end` does it
 
     def _renewed(self) -> Request:
         """Return a request for the logits after the last token."""
@@ -218,6 +225,8 @@ class Generation:
         return sequence.begin_next()
 
     def _end(self) -> None:
+        if self._request is not None and self._request.is_unwanted:
+            self._request.abandon()
         self._deliver(None)
 
     def _draw(self, logits: NDArray[np.float32]) -> Piece:

@@ -69,6 +69,7 @@ class _WorkThread(Thread):
         except BaseException as failure:
             error = failure
         self._channel.put((self._index, None, error))
+        del error, self._channel  # the traceback of the error refers to this frame
 
 
 def in_sessions(

@@ -66,6 +66,11 @@ class SamplingOptions:
     ignore_eos: bool = False
     min_new_tokens: int = 0
 
+    def __repr__(self) -> str:
+        """Return the options that differ from the defaults."""
+        given = {name: value for name, value in vars(self).items() if value != getattr(GREEDY, name)}
+        return f"SamplingOptions({', '.join(f'{name}={value!r:.80}' for name, value in given.items())})"
+
     def __post_init__(self) -> None:
         _require_number(
             "temperature", self.temperature, "a finite number, at least 0", lambda t: 0 <= t <= float_info.max
@@ -84,14 +89,12 @@ class SamplingOptions:
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"logit_bias: found {self.logit_bias!r:.80}, expected a mapping of token ids to numbers")
         for token_id, bias in self.logit_bias.items():
-            _require_integer("logit_bias, a token id", token_id, minimum=0)
+            _require_integer("logit_bias, a token id", token_id, minimum=0, takes_none=False)
             _require_number("logit_bias", bias, "numbers in [-100, 100]", lambda b: -100 <= b <= 100)
         _require_integer("seed", self.seed, minimum=0)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos: found {self.ignore_eos!r:.80}, expected True or False")
-        if self.min_new_tokens is None:
-            raise ConfigError("min_new_tokens: found None, expected an integer, at least 0")
-        _require_integer("min_new_tokens", self.min_new_tokens, minimum=0)
+        _require_integer("min_new_tokens", self.min_new_tokens, minimum=0, takes_none=False)
 
 
 @operators.register(SAMPLER, REFERENCE)
@@ -325,9 +328,13 @@ def _as_number(value: Any) -> int | float:
     return value.item() if isinstance(value, np.generic) else value  # type: ignore[no-any-return]
 
 
-def _require_integer(name: str, value: object, *, minimum: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum):
-        raise ConfigError(f"{name}: found {value!r}, expected an integer, at least {minimum}, or None")
+def _require_integer(name: str, value: object, *, minimum: int, takes_none: bool = True) -> None:
+    if value is None and takes_none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+        raise ConfigError(
+            f"{name}: found {value!r}, expected an integer, at least {minimum}{', or None' * takes_none}"
+        )
 
 
 GREEDY = SamplingOptions()

@@ -165,10 +165,15 @@ class TokenSequence:
             self.tokens.append(token_id)
 
     def next_logits(self) -> Float32:
-        """Return the logits after the last token, and first run the pending tokens. Raise ModelError if the model has
-        no LM head.
+        """Return the logits after the last token, and first run the pending tokens.
+
+        Raises:
+            ConfigError: the sequence has no tokens.
+            ModelError: the model has no LM head.
         """
         self._check_head("last")
+        if not self.tokens:
+            raise ConfigError("the session has no tokens to continue; call prefill first")
         if self.logits is None:
             if self.state.position == len(self.tokens):
                 self.state.rewind(self.state.position - 1)
@@ -258,6 +263,9 @@ class TokenSequence:
         """Release the state, and the memory of its caches. The sequence cannot run tokens afterwards."""
         self.cancel.set()
         self._state = None
+        if self.ahead is not None:  # another thread uses the session, or the garbage collector closes it
+            self.ahead.abandon()
+            self.ahead = None
 
     def shift(self) -> None:
         """Drop the oldest half of the tokens, except for the permanent first tokens. After an interrupt all tokens are

@@ -196,7 +196,7 @@ class Session:
         Raises:
             ConfigError: the session contains no tokens yet; or an argument is unknown, out of range, or contradicts
                 another one.
-            ConstraintError: the constraint allows no token, or failed.
+            ConstraintError: the constraint allows no token, or returned no mask. Exceptions that it raises propagate.
         """
         return self._pieces(self._generation(options, log_probabilities, constraint))
 

@@ -292,9 +292,16 @@ class Request:
         Raises:
             BaseException: the error of `then`.
         """
-        following = None if self._then is None else self._then(self)
+        then = self._then  # another thread may abandon the request
+        following = None if then is None else then(self)
         self.is_ended = following is None
         return following
+
+    def abandon(self) -> None:
+        """End the request with its chunks in flight, and no longer refer to the function that returns the tokens that
+        follow, because the function may refer to the request. Any thread may call this method.
+        """
+        self.is_unwanted, self._then = True, None
 
     def go_on(self, following: Tokens) -> None:
         """Continue with other tokens, of which the logits of the last one are computed."""
@@ -334,7 +341,7 @@ class Request:
     def release(self) -> None:
         """End the waits of other threads."""
         gate, on_end = self._gate, self._on_end
-        self.is_released = True
+        self.is_released, self._on_end = True, bool  # the listener may refer to the request
         if gate is not None:
             gate.open()  # from here on the caller may submit the request again
         with suppress(Exception):  # the listener may be gone

@@ -482,6 +482,7 @@ class Scheduler:
         except Exception as error:
             failure = error
         self._note(chunk, taken, events, failure, executor.pipeline_in_caller)
+        del failure  # its traceback refers to this frame
 
     def _note(
         self,

@@ -132,7 +132,7 @@ def _sent_by(http: HttpRequest) -> str:
 
 async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{http.method} {http.url.path}: {str(error.detail).lower()}"
+    what = f"{http.method} {http.url.path:.200}: {str(error.detail).lower()}"
     response = error_response(RequestError(what, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
@@ -284,7 +284,7 @@ async def _model(service: Service, http: HttpRequest) -> Response:
     name = http.path_params["name"].removesuffix("/")
     if name not in service.names:
         raise RequestError(
-            f"the model {name!r} is not served here; available: {', '.join(service.names)}",
+            f"the model {name!r:.200} is not served here; available: {', '.join(service.names)}",
             status=404,
             code="model_not_found",
         )

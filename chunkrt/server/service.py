@@ -123,7 +123,7 @@ class Service:
             if chosen is not None and chosen not in self.engine.adapters:
                 value = model if param == "model" else chosen
                 raise RequestError(
-                    f"the {param} {value!r} is not served here; available: {', '.join(self.names)}",
+                    f"the {param} {value!r:.200} is not served here; available: {', '.join(self.names)}",
                     status=404,
                     param=param,
                     code="model_not_found",

@@ -258,7 +258,7 @@ def _line(value: object) -> bytes:
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of the messages that consists of JSON types only."""
     try:
-        plain = json.loads(json.dumps(messages))
+        plain = json.loads(json.dumps(messages, default=_as_json_type))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the messages are not plain JSON data: {error}") from error
     if not isinstance(plain, list) or not plain:
@@ -267,6 +267,15 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f'message {index}: found {message!r:.80}, expected {{"role": ..., "content": ...}}')
     return [_as_templates_read_it(message) for message in plain]
+
+
+def _as_json_type(value: object) -> object:
+    """Return a mapping or a sequence as a type that JSON has."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -284,7 +293,7 @@ def _as_templates_read_it(message: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(options)))
+        plain: dict[str, Any] = json.loads(json.dumps(dict(options), default=_as_json_type))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the chat template's options are not plain JSON data: {error}") from error
     return plain

@@ -60,8 +60,9 @@ def test_both_limits_admit_in_order_of_arrival(by_memory):
         (small, small_done), (large, large_done), (later, later_done) = (begin(admission, n) for n in (1, 2, 1))
         await settle()
         assert counts(admission) == (1, 2)
-        name = "cache_memory" if by_memory else "max_sessions"
-        text = rf"^1 of 2 places for sequences \(`{name}`\) and 2 of 2 places in the queue \(`queue`\) are taken"
+        name, queue = ("cache_memory", "queue") if by_memory else ("max_sessions", "max_waiting")
+        text = rf"^1 of 2 places for sequences \(`{name}`\) and 2 of 2 places in the queue \(`{queue}`\) are taken; "
+        text += "close a session" if by_memory else "try again later$"  # a client of a server has no sessions
         for refused in (
             lambda: admission.open(Caches),  # a place is free, but other requests come first
             lambda: admission.wait(Caches),

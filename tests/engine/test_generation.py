@@ -3,10 +3,14 @@
 import asyncio
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from collector import without_collector
 from fixture_checkpoints import checkpoint, input_ids
+from server_of_tests import wait_until
 
 import chunkrt
 from chunkrt.errors import ClosedError, ConfigError
@@ -68,6 +72,16 @@ def test_generation_continues_after_other_uses_of_the_session(engine):
         assert session.fork().position == session.position
         found += [piece.token_id for piece in pieces]
     assert found == answer_of(engine)
+
+
+def test_generation_in_a_session_that_was_emptied_reports_that(engine):
+    session = prefilled(engine)
+    pieces = session.generate(max_new_tokens=9)
+    next(pieces)
+    session.rewind(0)
+    with pytest.raises(ConfigError, match="the session has no tokens to continue; call prefill first"):
+        next(pieces)
+    assert session.position == 0
 
 
 def test_asynchronous_generation_can_be_left_after_any_piece(engine):
@@ -169,6 +183,31 @@ def test_second_generation_waits_for_the_one_before(engine, number):
         found += [piece.token_id for piece in session.generate(max_new_tokens=9 - number)]
     assert found == answer_of(engine)
     check_continues(engine, session, 9)
+
+
+@pytest.mark.parametrize("number", [3, 9])
+@pytest.mark.parametrize("how", ["alone", "shared", "asynchronous"])
+def test_memory_of_a_generation_is_freed_when_it_is_left(engine, how, number):
+    session = prefilled(engine)
+
+    async def first():
+        pieces = session.agenerate(max_new_tokens=9, constraint=constraint, ignore_eos=True)
+        for _ in range(number):
+            await anext(pieces)
+        await pieces.aclose()
+
+    with without_collector(), engine.loaded.scheduler.sharing() if how == "shared" else nullcontext():
+        constraint = Calls(engine, bool)
+        freed = weakref.ref(constraint)
+        if how == "asynchronous":
+            asyncio.run(first())
+        else:
+            for count, _ in enumerate(session.generate(max_new_tokens=9, constraint=constraint, ignore_eos=True), 1):
+                if count == number:
+                    break
+        del constraint, first
+        wait_until(lambda: freed() is None)  # the scheduler's thread may still end the request
+    check_continues(engine, session, number)
 
 
 class Asks:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from collector import without_collector
 from fixture_checkpoints import checkpoint, input_ids
+from server_of_tests import wait_until
 from states import note_runs, saved_arrays, state_bytes
 
 import chunkrt
@@ -90,6 +92,16 @@ def test_invalid_prompt_ends_all_and_the_engine_recovers(engine):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert engine.generate(PROMPTS[:2], max_new_tokens=4) == answers_alone(engine, PROMPTS[:2], max_new_tokens=4)
+
+
+def test_failed_prompts_release_their_sessions(engine):
+    """The garbage collector may not run before the next prompts wait for memory."""
+    with without_collector():
+        before = engine.stats().sessions
+        for _ in range(5):
+            with suppress(ConfigError):  # pytest.raises would keep the error
+                engine.generate(["a", "a" * 5000, "b"], max_new_tokens=2)
+        wait_until(lambda: engine.stats().sessions == before)  # the scheduler's thread may still end a request
 
 
 def test_event_loop_answers_many_at_once(engine):

@@ -4,8 +4,10 @@ import inspect
 import os
 import re
 import typing
+from collections import deque
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from chat_model import write_chat_model
@@ -187,6 +189,9 @@ def test_chat_answers_several_chats_and_streams(template_engine):
     for index, piece in template_engine.chat(chats, max_tokens=5, stream=True):
         texts[index] += piece.text
     assert texts == expected
+    assert template_engine.chat(deque(map(MappingProxyType, chats[0])), max_tokens=5) == expected[0]
+    with pytest.raises(ConfigError, match="stream is 'no', expected True or False"):
+        template_engine.chat(chats[0], stream="no")
     with pytest.raises(ConfigError, match="item 1 is of type dict, expected a list"):
         template_engine.chat([chats[0], chats[1][0]])
 
@@ -195,6 +200,12 @@ def test_chat_answers_several_chats_and_streams(template_engine):
 def template_engine(tmp_path):
     with chunkrt.load(write_chat_model(tmp_path / "toy"), threads=1) as engine:
         yield engine
+
+
+def test_repr_of_sampling_options_shows_those_that_differ_from_the_defaults():
+    assert repr(SamplingOptions()) == "SamplingOptions()"
+    assert repr(SamplingOptions(temperature=0.5, seed=3)) == "SamplingOptions(temperature=0.5, seed=3)"
+    assert len(repr(SamplingOptions(logit_bias=dict.fromkeys(range(300), 1)))) < 150
 
 
 def test_reprs_are_short():

@@ -109,6 +109,7 @@ def test_distribution_adds_up_to_1_and_holds_the_likeliest(logits, temperature, 
         ("repetition_penalty", 0, "[0.01, 100]"),
         ("repetition_penalty", inf, "[0.01, 100]"),
         ("seed", -1, "at least 0, or None"),
+        ("min_new_tokens", None, "at least 0"),
     ],
 )
 def test_option_out_of_range_is_named(name, value, expected):
@@ -117,6 +118,13 @@ def test_option_out_of_range_is_named(name, value, expected):
     message = str(caught.value)
     assert message.startswith(f"{name}: found {value!r}, expected ")
     assert expected in message
+
+
+@pytest.mark.parametrize("token_id", [-1, "5", None])
+def test_token_id_of_a_bias_is_a_whole_number(token_id):
+    with pytest.raises(ConfigError) as caught:
+        SamplingOptions(logit_bias={token_id: 1})
+    assert str(caught.value) == f"logit_bias, a token id: found {token_id!r}, expected an integer, at least 0"
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])

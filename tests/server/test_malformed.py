@@ -118,3 +118,14 @@ def test_malformed_body_of_an_unknown_path_is_answered_once(served, caplog, is_a
     assert received.startswith(b"HTTP/1.1 404" if is_answered else b"HTTP/1.1 400")
     assert received.count(b"HTTP/1.1") == 1
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_errors_do_not_repeat_a_long_path_or_name(served):
+    long = "x" * 20000
+    for answer in (
+        httpx.get(f"{served[1]}/{long}"),
+        httpx.get(f"{served[1]}/v1/models/{long}"),
+        httpx.post(f"{served[1]}/v1/completions", json=SOUND["/v1/completions"] | {"model": long}),
+    ):
+        assert answer.status_code == 404
+        assert len(answer.text) < 500
