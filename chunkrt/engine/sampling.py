@@ -332,9 +332,7 @@ def _require_integer(name: str, value: object, *, minimum: int, takes_none: bool
     if value is None and takes_none:
         return
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
-        raise ConfigError(
-            f"{name}: found {value!r}, expected an integer, at least {minimum}{', or None' * takes_none}"
-        )
+        raise ConfigError(f"{name}: found {value!r}, expected an integer, at least {minimum}{', or None' * takes_none}")
 
 
 GREEDY = SamplingOptions()

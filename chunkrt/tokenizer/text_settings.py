@@ -89,11 +89,11 @@ class TextSettings:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     add_bos: bool
-    chat_template: str | None
+    chat_template: str | None = field(repr=False)
     sampling: Mapping[str, float] = field(default_factory=dict)
     suffix_ids: tuple[int, ...] = ()
     chat_adds_bos: bool = False
-    tool_template: str | None = None
+    tool_template: str | None = field(default=None, repr=False)
     pooling: Literal["last", "mean"] | None = None
 
     def __post_init__(self) -> None:

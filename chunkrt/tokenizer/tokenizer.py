@@ -62,6 +62,10 @@ class Tokenizer:
         self._by_mode: dict[bool, tokenizers.Tokenizer] = {}
         self._lock = Lock()
 
+    def __repr__(self) -> str:
+        """Return the number of tokens."""
+        return f"Tokenizer({self.vocab_size} tokens)"
+
     @staticmethod
     def from_source(source: TensorSource) -> Tokenizer | None:
         """Return the tokenizer of a checkpoint, or None if it has none and runs on token ids alone.

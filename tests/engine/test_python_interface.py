@@ -5,6 +5,7 @@ import os
 import re
 import typing
 from collections import deque
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -219,6 +220,9 @@ def test_reprs_are_short():
         )
         how = "scheme w8a8-dynamic, on native, chunks of 128, context of 128"
         assert repr(engine) == f"Engine({str(GGUF)!r}, {how})"
+        assert repr(engine.tokenizer) == "Tokenizer(128 tokens)"
+        settings = replace(engine.tokenizer.settings, chat_template="x" * 999, tool_template="x" * 999)
+        assert "xx" not in repr(settings)
     assert repr(engine).endswith(", closed)")
     assert repr(session) == "Session(closed)"
 
