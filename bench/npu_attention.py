@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from chunkrt.cli.plan import read_model
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import EngineOptions
 from chunkrt.graph.plan import Plan
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
@@ -51,7 +51,7 @@ def main(plot: Path | None) -> None:
     for model, chunk in MODELS.items():
         far = find_shape(model).plan() if model in shapes() else read_model(model, EngineOptions(scheme=SCHEME))[0]
         options = EngineOptions(npu="qnn", attention="npu", npu_window=",".join(map(str, LENGTHS)))
-        near = {each.reach: each.plan for each in near_plans(far, {}, options, far.context_length, chunk)}
+        near = near_by_reach(far, {}, options, far.context_length)
         lines: dict[str, list[PlotPoint]] = {"attention on the CPU": [], "attention on the NPU": []}
         for device in DEVICES:
             cells = []

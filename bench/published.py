@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.npu_attention import near_by_reach
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.graph.placement import Placement
@@ -169,7 +169,7 @@ def run(figure: Figure, device: DeviceProfile, prompt_length: int | None = None)
         chunk_length=chunk,
         policy="look_ahead",
         scheme="w4a16" if figure.system == HEXAGON else SCHEMES[figure.weights],
-        near=_near(figure.model, _windows(figure, chunk), chunk) if figure.on == "npu" else {},
+        near=_near(figure.model, _windows(figure, chunk)) if figure.on == "npu" else {},
     )
 
 
@@ -187,9 +187,8 @@ def _windows(figure: Figure, chunk_length: int) -> str:
 
 
 @cache
-def _near(model: str, windows: str, chunk_length: int) -> dict[int, Plan]:
+def _near(model: str, windows: str) -> dict[int, Plan]:
     """Return plans with attention on the NPU, by the last position at which a chunk may begin."""
     options = EngineOptions(attention="npu", npu_window=windows)
     plan = _plan(model, "npu")
-    found = near_plans(plan, HEAD_ON_NPU, options, plan.context_length, chunk_length)
-    return {near.reach: near.plan for near in found}
+    return near_by_reach(plan, HEAD_ON_NPU, options, plan.context_length)

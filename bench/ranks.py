@@ -127,9 +127,9 @@ def serve(model: str, threads: int, chunk: int) -> None:
             sample = Sample(
                 seconds=seconds,
                 tokens=num_tokens,
-                link_busy_ns=link.busy_ns if link else 0,
-                link_hidden_ns=link.hidden_ns if link else 0,
-                num_sums=link.num_sums if link else 0,
+                link_busy_ns=int(link["busy_ns"]) if link else 0,
+                link_hidden_ns=int(link["hidden_ns"]) if link else 0,
+                num_sums=int(link["num_sums"]) if link else 0,
             )
             print(json.dumps(asdict(sample)), flush=True)
 

@@ -15,6 +15,7 @@ import click
 from chunkrt import ChunkrtError
 from chunkrt.backends.base import AttentionMath
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.catalogue.fetch import pull
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.files import check_writable
 from chunkrt.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def find_checkpoint(model: str) -> Path:
     """Return the file at a path, or the file of a catalogue name, downloaded if necessary. Raise ModelError or
     ConfigError.
     """
-    return Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
+    return Path(model) if Path(model).exists() else pull(catalogue.find(model))
 
 
 @click.command()

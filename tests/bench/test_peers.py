@@ -311,3 +311,13 @@ def test_a_form_that_cannot_be_made_is_an_error_in_a_line_and_leaves_nothing(tmp
     with pytest.raises(process.ContenderError, match=r"x\.gguf cannot be made: .*no_such_engine"):
         process.convert("no_such_engine", tmp_path, tmp_path / "x.gguf", {}, python=sys.executable)
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf.log"]
+
+
+def test_model_is_found_by_its_name_in_the_catalogue(monkeypatch, tmp_path):
+    (tmp_path / "m.gguf").touch()
+    (tmp_path / "mine.toml").write_text(
+        'family = "llama"\nscheme = "float"\ncontext_length = 64\nlicence = "mit"\n'
+        '[source]\nkind = "path"\npath = "m.gguf"\n'
+    )
+    monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
+    assert peers("command").find_checkpoint("mine") == tmp_path / "m.gguf"
