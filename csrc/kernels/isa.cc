@@ -52,7 +52,8 @@ unsigned enabled_states() {
   return static_cast<unsigned>(_xgetbv(0));
 #else
   unsigned low, high;
-  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  // "volatile" keeps it behind the check of OSXSAVE: processors without AVX lack the instruction.
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return low;
 #endif
 }
