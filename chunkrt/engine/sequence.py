@@ -263,9 +263,9 @@ class TokenSequence:
         """Release the state, and the memory of its caches. The sequence cannot run tokens afterwards."""
         self.cancel.set()
         self._state = None
-        if self.ahead is not None:  # another thread uses the session, or the garbage collector closes it
-            self.ahead.abandon()
-            self.ahead = None
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:  # another thread uses the session, and may settle it, or the garbage collector closes it
+            ahead.abandon()
 
     def shift(self) -> None:
         """Drop the oldest half of the tokens, except for the permanent first tokens. After an interrupt all tokens are

@@ -419,6 +419,7 @@ class Scheduler:
         except BaseException as failure:  # for example, an error of a sampler, or MemoryError
             error = failure
         self._end(request, error)
+        del error  # its traceback refers to this frame
         return False
 
     def _changes(self, request: Request, change: Callable[[], None]) -> bool:

@@ -1,10 +1,11 @@
 """Generation in the scheduler's loop: it computes ahead of its caller, and stops anywhere without a trace."""
 
 import asyncio
+import sys
 import threading
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from fixture_checkpoints import checkpoint, input_ids
 from server_of_tests import wait_until
 
 import chunkrt
+from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import ClosedError, ConfigError
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next")
@@ -205,6 +207,58 @@ def test_memory_of_a_generation_is_freed_when_it_is_left(engine, how, number):
         del constraint
         wait_until(lambda: freed() is None)  # the scheduler's thread may still end the request
     check_continues(engine, session, number)
+
+
+def test_memory_of_a_failed_generation_is_freed(engine):
+    """The session is not closed, and the garbage collector does not run."""
+
+    def breaks(number):
+        if number == 3:
+            raise ValueError("broken")
+
+    with without_collector(), engine.loaded.scheduler.sharing():
+        before, session = engine.stats().sessions, prefilled(engine)
+        with suppress(ValueError):  # pytest.raises would keep the error
+            list(session.generate(max_new_tokens=9, constraint=Calls(engine, breaks), ignore_eos=True))
+        del session
+        wait_until(lambda: engine.stats().sessions == before)
+
+
+@pytest.mark.parametrize("line", [1, 2, 3, 4, 5])
+def test_session_can_be_closed_while_its_generation_ends(engine, line):
+    """The thread that closes the session stops at a line of the release until the generation has ended."""
+    session, begun, reached, ended = prefilled(engine), threading.Event(), threading.Event(), threading.Event()
+    num_lines = 0
+
+    def stop(frame, event, argument):
+        nonlocal num_lines
+        if frame.f_code is not TokenSequence.release.__code__:
+            return None
+        if event == "line":
+            num_lines += 1
+            if num_lines == line:
+                reached.set()
+                ended.wait(60)
+        return stop
+
+    def generate():
+        waits = Calls(engine, lambda number: number == 2 and (begun.set(), reached.wait(60)))
+        with suppress(ClosedError), engine.loaded.scheduler.sharing():
+            list(session.generate(max_new_tokens=4, constraint=waits, ignore_eos=True))
+        ended.set()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    begun.wait()
+    before = sys.gettrace()
+    sys.settrace(stop)
+    try:
+        session.close()
+    finally:
+        sys.settrace(before)
+        reached.set()
+        thread.join()
+    assert num_lines >= line
 
 
 class Asks:
