@@ -58,7 +58,7 @@ class FloatTensor(OnnxWeight):
         self.stored_as = _NAMES.get(tensor.dtype, tensor.dtype.name)
 
     def read(self) -> Float32:
-        """See `StoredTensor`."""
+        """See `OnnxWeight`."""
         return np.asarray(self._tensor.numpy()).astype(np.float32, copy=False)
 
 
@@ -72,7 +72,7 @@ class Derived(OnnxWeight):
         self.shape, self.stored_as, self._compute = shape, stored_as, compute
 
     def read(self) -> Float32:
-        """See `StoredTensor`."""
+        """See `OnnxWeight`."""
         values = self._compute()
         assert values.shape == self.shape, (values.shape, self.shape)
         return values
@@ -86,7 +86,7 @@ class Transposed(OnnxWeight):
         self.shape, self.stored_as = tensor.shape[::-1], tensor.stored_as
 
     def read(self) -> Float32:
-        """See `StoredTensor`."""
+        """See `OnnxWeight`."""
         return self.tensor.read().T
 
 
@@ -128,7 +128,7 @@ class GroupedTensor(OnnxWeight):
         return self._bits == 4 and self._group % BLOCK_DEPTH == 0 and self.shape[1] % BLOCK_DEPTH == 0
 
     def read(self) -> Float32:
-        """See `StoredTensor`."""
+        """See `OnnxWeight`."""
         integers, scales, zeros = self._decode()
         depth = self.shape[1]
         values = integers - np.repeat(zeros, self._group, axis=1)[:, :depth]
