@@ -15,7 +15,8 @@ from server_of_tests import wait_until
 
 import chunkrt
 from chunkrt.engine.sequence import TokenSequence
-from chunkrt.errors import ClosedError, ConfigError
+from chunkrt.errors import BackendError, ClosedError, ConfigError
+from chunkrt.runtime.executor import Executor
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next")
 
@@ -209,17 +210,22 @@ def test_memory_of_a_generation_is_freed_when_it_is_left(engine, how, number):
     check_continues(engine, session, number)
 
 
-def test_memory_of_a_failed_generation_is_freed(engine):
+@pytest.mark.parametrize("fails", ["constraint", "backend"])
+def test_memory_of_a_failed_generation_is_freed(engine, monkeypatch, fails):
     """The session is not closed, and the garbage collector does not run."""
 
-    def breaks(number):
+    def fail(*_):
+        raise ValueError("broken")
+
+    def third(number):
         if number == 3:
-            raise ValueError("broken")
+            fail() if fails == "constraint" else monkeypatch.setattr(Executor, "run_task", fail)
 
     with without_collector(), engine.loaded.scheduler.sharing():
         before, session = engine.stats().sessions, prefilled(engine)
-        with suppress(ValueError):  # pytest.raises would keep the error
-            list(session.generate(max_new_tokens=9, constraint=Calls(engine, breaks), ignore_eos=True))
+        with suppress(ValueError, BackendError):  # pytest.raises would keep the error
+            list(session.generate(max_new_tokens=9, constraint=Calls(engine, third), ignore_eos=True))
+        assert session.position == len(engine.tokens) + (2 if fails == "constraint" else 3)
         del session
         wait_until(lambda: engine.stats().sessions == before)
 
