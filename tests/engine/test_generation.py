@@ -17,6 +17,7 @@ import chunkrt
 from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.request import Request
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next")
 
@@ -228,6 +229,26 @@ def test_memory_of_a_failed_generation_is_freed(engine, monkeypatch, fails):
         assert session.position == len(engine.tokens) + (2 if fails == "constraint" else 3)
         del session
         wait_until(lambda: engine.stats().sessions == before)
+
+
+def test_close_that_is_interrupted_frees_the_memory(engine, monkeypatch):
+    """Ctrl-C arrives while the session waits for a generation that computed ahead."""
+    session, wait = prefilled(engine), Request.wait
+
+    def interrupt(request):
+        monkeypatch.setattr(Request, "wait", wait)
+        raise KeyboardInterrupt
+
+    with without_collector(), engine.loaded.scheduler.sharing():
+        before, pieces = engine.stats().sessions, session.generate(max_new_tokens=9, ignore_eos=True)
+        for _ in range(2):
+            next(pieces)
+        del pieces
+        monkeypatch.setattr(Request, "wait", interrupt)
+        with suppress(KeyboardInterrupt):  # pytest.raises would keep the interrupt
+            session.close()
+        assert Request.wait is wait
+        wait_until(lambda: engine.stats().sessions == before - 1)  # the scheduler's thread may still end the request
 
 
 @pytest.mark.parametrize("line", [1, 2, 3, 4, 5])
