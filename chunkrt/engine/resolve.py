@@ -120,16 +120,15 @@ def plan_model(model: str, options: EngineOptions, progress: Progress) -> tuple[
     return planned.plan, recipe.scheme
 
 
-def _check_compiler() -> None:
-    """Raise ConfigError if a part of the compiler is not installed."""
+def _check_compiler(task: str = "compiling a model") -> None:
+    """Raise ConfigError, which says that the task needs it, if a part of the compiler is not installed."""
     try:
         import chunkrt.compile.compiler  # noqa: F401
     except ImportError as error:
         if not needs_compile_extra(error):
             raise
         raise ConfigError(
-            f"compiling a model needs {error.name}, which is not installed; run {INSTALL_COMPILE}, or give an engine "
-            "directory"
+            f"{task} needs {error.name}, which is not installed; run {INSTALL_COMPILE}, or give an engine directory"
         ) from error
 
 
@@ -243,7 +242,8 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
         return (is_plain_folder and gguf_in(path)) or path, DEFAULT_SCHEME
     if (hub_model := parse_hub_id(model)) is not None:
         if (found := cached_model(hub_model)) is None:
-            _check_compiler()  # before the download of a checkpoint that cannot be compiled
+            # before the download of a checkpoint that cannot be compiled
+            _check_compiler(f"there is no file or folder {model}; compiling a model of the Hugging Face hub")
             progress(f"fetching {model}", 0, 0)
             found = fetch_model(hub_model)
         return found, DEFAULT_SCHEME

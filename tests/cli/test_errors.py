@@ -363,6 +363,18 @@ def test_full_disk_is_reported_with_the_name_of_the_file(command, tmp_path, monk
     expect_one_line(finished, f"cannot write {tmp_path / 'rows.json'}: No space left on device")
 
 
+def test_missing_engine_directory_is_reported_without_the_compiler():
+    """A path of two parts could also be an id of the Hugging Face hub."""
+    program = "import sys; sys.modules['onnx_ir'] = None; from chunkrt.__main__ import main; main()"
+    command = [sys.executable, "-P", "-c", program, "run", "engines/absent", "-p", "x"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 1
+    assert finished.stderr == (
+        "chunkrt: there is no file or folder engines/absent; compiling a model of the Hugging Face hub needs onnx_ir, "
+        'which is not installed; run pip install "chunkrt[compile]", or give an engine directory\n'
+    )
+
+
 @SHELL
 def test_closed_stderr_keeps_the_answer(command):
     assert in_shell("2>&-", *RUN) == (0, command(*RUN).out, "")
