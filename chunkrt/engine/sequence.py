@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -111,7 +112,8 @@ class TokenSequence:
             self._model.check_process()
             ahead.wait()
             self.ahead = None
-            del ahead.state  # a caller may keep the generation, while the memory of the state can be freed
+            with suppress(AttributeError):  # another thread settles it, too
+                del ahead.state  # a caller may keep the generation, while the memory of the state can be freed
 
     def settle_left(self) -> None:
         """Wait like `settle` if a generation that has been left, for example by an interrupt, may still add a token."""
