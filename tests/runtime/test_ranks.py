@@ -291,7 +291,7 @@ def test_lost_rank_fails_the_run_and_restores_the_state() -> None:
         kept = {name: array.copy() for name, array in state.tensors.items()}
         together.wait(60)
         with pytest.raises(
-            DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 has left, "
+            DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d+: rank 1 has left, "
         ) as caught:
             executor.run(Request(tokens(95, 11), state))
         for name, array in state.tensors.items():
