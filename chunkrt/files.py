@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from uuid import uuid4
 
-from chunkrt.errors import OutOfMemoryError
+from chunkrt.errors import ConfigError, OutOfMemoryError, cause_of
 
 if TYPE_CHECKING:
     from zipfile import ZipFile
@@ -153,6 +153,15 @@ def written_aside(path: Path) -> Iterator[Path]:
             remove(
                 lock
             )  # removed while it is locked: a waiting process detects the removal, and creates a new lock file
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in UTF-8 through `written_aside`. Raise ConfigError with the path and the reason if it fails."""
+    try:
+        with written_aside(path) as aside:
+            aside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
 
 
 @contextmanager

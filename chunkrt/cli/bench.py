@@ -26,7 +26,7 @@ from chunkrt.cli.prompts import read_text
 from chunkrt.cli.shared_options import engine_options_but, measured, open_engine, trace_option, written_trace
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError, cause_of
-from chunkrt.files import check_writable, written_aside
+from chunkrt.files import check_writable, write_text
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
@@ -182,11 +182,7 @@ def bench(
     if path is None:
         click.echo(FORMATS[form](rows), nl=False)
     else:
-        try:
-            with written_aside(path) as aside:
-                aside.write_text(FORMATS[form](rows), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {cause_of(error)}") from error
+        write_text(path, FORMATS[form](rows))
         click.echo(f"wrote {path}", err=True)
 
 

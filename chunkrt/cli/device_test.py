@@ -21,7 +21,7 @@ from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ChunkrtError, ConfigError, cause_of
-from chunkrt.files import check_writable, read_json, written_aside
+from chunkrt.files import check_writable, read_json, write_text
 from chunkrt.progress import ShownProgress
 from chunkrt.runtime.record import RunRecord
 
@@ -91,11 +91,7 @@ def device_test(folder: Path, output: Path, against: Path | None, minutes: float
         progress("", 0, 0)
     if other is not None:
         _compare(report, other)
-    try:
-        with written_aside(output) as aside:
-            aside.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
+    write_text(output, json.dumps(report, indent=1))
     for check in report["checks"]:
         click.echo(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['found']}")
     if not all(check["ok"] for check in report["checks"]):

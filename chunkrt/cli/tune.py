@@ -18,8 +18,8 @@ from chunkrt.cli.shared_options import DEFAULT_UNIT, engine_fields, verbose_opti
 from chunkrt.cli.simulate import accuracy_of, device_option, graph_lengths
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.declaration import number_flag
-from chunkrt.errors import ConfigError, cause_of
-from chunkrt.files import written_aside
+from chunkrt.errors import ConfigError
+from chunkrt.files import write_text
 from chunkrt.graph.placement import read_placement
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
@@ -209,11 +209,7 @@ def tune(
             progress=progress,
         )
         progress("", 0, 0)
-    try:
-        with written_aside(output) as aside:
-            aside.write_text(tuned.to_toml(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {cause_of(error)}") from error
+    write_text(output, tuned.to_toml())
     if isinstance(device, MeasuredProfile):
         click.echo(
             f"{device.name} was measured with scheme {device.scheme}, chunks of "

@@ -11,6 +11,7 @@ from one_line import expect_one_line
 
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.options import EngineOptions
+from chunkrt.files import written_aside
 
 pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
 
@@ -67,10 +68,12 @@ def test_device_test_needs_an_engine_directory(command, tmp_path):
 def test_full_disk_is_reported_with_the_name_of_the_file(command, folder, tmp_path, monkeypatch):
     @contextmanager
     def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        yield
+        if path.name == "report.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with written_aside(path) as aside:
+            yield aside
 
-    monkeypatch.setattr("chunkrt.cli.device_test.written_aside", full)
+    monkeypatch.setattr("chunkrt.files.written_aside", full)
     finished = command("device-test", folder, "--minutes", 0, "-o", tmp_path / "report.json")
     expect_one_line(finished, f"cannot write {tmp_path / 'report.json'}: No space left on device")
 

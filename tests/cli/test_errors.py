@@ -21,6 +21,7 @@ from one_line import expect_one_line
 from chunkrt.backends.qnn import SOCS
 from chunkrt.checkpoints import catalogue
 from chunkrt.engine.session import Session
+from chunkrt.files import written_aside
 
 GGUF = checkpoint("llama_biased_gguf")
 FOLDER = checkpoint("llama_mha")
@@ -355,10 +356,12 @@ def test_closed_and_full_streams(redirections, arguments, message):
 def test_full_disk_is_reported_with_the_name_of_the_file(command, tmp_path, monkeypatch):
     @contextmanager
     def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        yield
+        if path.name == "rows.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with written_aside(path) as aside:
+            yield aside
 
-    monkeypatch.setattr("chunkrt.cli.bench.written_aside", full)
+    monkeypatch.setattr("chunkrt.files.written_aside", full)
     finished = command("bench", GGUF, "-p", 4, "-n", 0, "-r", 1, "-o", tmp_path / "rows.json")
     expect_one_line(finished, f"cannot write {tmp_path / 'rows.json'}: No space left on device")
 
